@@ -32,15 +32,9 @@ def choose_blocks(
 ) -> Blocks:
     """Tiles for a product of ``sizes`` m, n and k: the largest that fit and leave no unit without one.
 
-    Parameters
-    ----------
-    aligned : bool
-        Both factors can be loaded in full runs: elements loaded one by one take so many registers that only a small
-        tile fits beside them.
-    plain : bool
-        Factors are multiplied as they are stored.
-    packed : bool
-        Another launch packs the right factor.
+    ``aligned`` factors can be loaded in full runs; loaded one by one, elements take so many registers that only a small
+    tile fits beside them. ``plain`` factors are multiplied as they are stored. With ``packed`` another launch packs the
+    right factor.
     """
     m, n, k = sizes
     if target.host:

@@ -139,8 +139,7 @@ class WarpgroupBlocks:
 
 @dataclass(frozen=True)
 class VectorBlocks:
-    """Tiles of a product on a CPU: the result's tile of a task, and the part of the summed dimension that is packed at a
-    time."""
+    """Tiles of a product on a CPU: a task's tile, and the part of the summed dimension that is packed at a time."""
 
     rows: int
     cols: int

@@ -61,12 +61,8 @@ class FactorRow:
 class Factor:
     """A factor of a product, as the elements of its stored rows.
 
-    Parameters
-    ----------
-    outer, summed : Value
-        Its rows or columns of the result, and the length of the summed dimension.
-    full_steps : bool
-        The summed dimension needs no bounds.
+    It has ``outer`` rows or columns of the result, and ``summed`` elements along the summed dimension, which needs no
+    bounds with ``full_steps``.
     """
 
     def __init__(
@@ -150,13 +146,8 @@ class Factor:
 
 class RegisterPanel:
     """A factor's steps in the registers of a workgroup: each thread loads some runs of ``width`` elements of a step's
-    ``rows`` × ``cols``, and later asks for their `value`.
-
-    Parameters
-    ----------
-    first : Value
-        The first row or column of the result that the step belongs to.
-    """
+    ``rows`` × ``cols``, and later asks for their `value`. The steps are for rows or columns of the result from
+    ``first`` on."""
 
     def __init__(
         self, factor: Factor, thread: Value, threads: int, rows: int, cols: int, width: int, first: Value

@@ -75,14 +75,8 @@ def column_sum_step(
 ) -> Step:
     """Add up ``partials`` rows of ``length`` sums for each output.
 
-    Parameters
-    ----------
-    pairs : int
-        Pairs of columns, stored as in `ColumnSumConfig.pairs`; 0 if partial sums are in the order of columns.
-    specialise : bool
-        Most calls have as many partial sums, so their number is compiled in.
-    layout : str
-        How the partial sums are laid out.
+    Partial sums have this ``layout``; ``pairs`` pairs of columns are stored as in `ColumnSumConfig.pairs`. With
+    ``specialise`` the numbers are compiled in, since most calls have as many partial sums.
     """
     columns, lanes, width, vectors = _shape(dtype, length, len(outputs), target, pairs > 0)
     numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}

@@ -76,10 +76,7 @@ class RowConfig:
 class RowKernel:
     """A kernel over rows while it is traced: its parameters, rows and passes.
 
-    Attributes
-    ----------
-    all_passes : list of Passes
-        Passes over each range of columns; ``passes`` is the first.
+    ``all_passes`` are the passes over each range of columns; ``passes`` is the first.
     """
 
     def __init__(self, config: RowConfig, target: Target) -> None:

@@ -68,21 +68,10 @@ def seed_words(seed: int) -> Words:
 
 
 def kept(p: float, seed: Words, heads: npt.ArrayLike, rows: slice, columns: slice) -> npt.NDArray[np.bool_]:
-    """Which weights are kept.
+    """Which weights are kept: bools ``[*heads.shape, rows, columns]``.
 
-    Parameters
-    ----------
-    seed : ndarray
-        Two words, as `seed_words` gives them.
-    heads : array_like of int
-        ``batch * heads_q + head`` of each head, of any shape.
-    rows, columns : slice
-        With start and stop.
-
-    Returns
-    -------
-    ndarray of bool
-        ``[*heads.shape, rows, columns]``.
+    ``seed`` is two words (`seed_words`), ``heads`` holds ``batch * heads_q + head`` of each head, and the slices have
+    start and stop.
     """
     first = columns.start // OCTET
     octets = np.arange(first, -(-columns.stop // OCTET))
@@ -107,9 +96,7 @@ class Dropout:
 
     def words(self, head: Value, row: Value, octet: Value) -> list[Value]:
         """The four words of the eight columns from ``8 * octet`` on, or of as many octets as a vector has lanes.
-
-        ``head`` is ``batch * heads_q + head``.
-        """
+        ``head`` is ``batch * heads_q + head``."""
         b = self.b
         return philox(b, (b.cast(octet, u32), b.cast(row, u32), b.cast(head, u32), b.const(0, u32)), self.key)
 

@@ -78,13 +78,8 @@ class Maximum:
 
 @dataclass(frozen=True)
 class NegatedMaximum(Maximum):
-    """Arithmetic with a running maximum that is stored negated, as the addend of a multiply-add.
-
-    Attributes
-    ----------
-    lift : float
-        Powers of two by which weights are to be larger than ``exp2(S - m)``.
-    """
+    """Arithmetic with a running maximum that is stored negated, as the addend of a multiply-add. Weights are ``lift``
+    powers of two larger than ``exp2(S - m)``."""
 
     kind: ClassVar[str] = "min"
     lift: float = 0.0
@@ -164,16 +159,10 @@ def follow(
     lag: float,
     rescale: Callable[[list[Value]], None],
 ) -> None:
-    """Let m of all rows follow their scores once m of some row lags too far behind.
+    """Let m of all rows follow their scores once m of some row lags too far (`SoftmaxState.lags`).
 
-    Parameters
-    ----------
-    highest : list of Value
-        The largest of this thread's scores of each row.
-    lag : float
-        As in `SoftmaxState.lags`.
-    rescale : callable
-        Multiplies the rows of O by their alphas.
+    ``highest`` are the largest of this thread's scores of each row; ``rescale`` multiplies the rows of O by their
+    alphas.
     """
     b = engine.b
     lagging = [row.lags(high, lag) for row, high in zip(rows, highest, strict=True)]

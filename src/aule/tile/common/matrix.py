@@ -123,13 +123,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class PlacedMatrix(Matrix):
-    """A matrix whose rows lie anywhere; some of their starts were looked up beforehand.
-
-    Attributes
-    ----------
-    places : Value
-        Private array (i64): offsets from ``base`` at which the rows from ``first`` on begin.
-    """
+    """A matrix whose rows lie anywhere. The private array ``places`` (i64) holds the offsets from ``base`` at which the
+    rows from ``first`` on begin."""
 
     places: Value
     first: Value

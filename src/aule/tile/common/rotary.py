@@ -91,15 +91,8 @@ class Rotary:
         self, b: Builder, x: list[Value], partners: list[Value], angles: tuple[Value, Value], col: Value,
         cols_padded: int, back: bool = False,
     ) -> list[Value]:  # fmt: skip
-        """Columns from ``col`` on, in fp32, rotated; with ``back`` by the negative angle.
-
-        Parameters
-        ----------
-        x, partners : list of Value
-            fp32; partners only if they are not among the columns themselves.
-        angles : tuple of Value
-            From `fetch_angles` of these columns.
-        """
+        """Columns ``x`` from ``col`` on, in fp32, rotated by ``angles`` (`fetch_angles`); with ``back`` by the negative
+        angles. ``partners`` are in fp32, too, and empty if they are among the columns themselves."""
         cos, sin = (b.unpack(b.cast(angle, f32)) for angle in angles)
         places = [col] if self.alike(len(x)) else [col + i for i in range(len(x))]
         lower = [b.eq(at & 1, 0) if self.interleaved else at < self.half for at in places] if partners else []

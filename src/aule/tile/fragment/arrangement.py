@@ -28,15 +28,8 @@ SIZE = 16
 
 @dataclass(frozen=True)
 class Exchange:
-    """A bit of the lane number that distinguishes elements of a result and copies of a factor.
-
-    Attributes
-    ----------
-    mask : int
-        The bit.
-    row, col : int
-        What the bit adds to the place of a result.
-    """
+    """A bit of the lane number, ``mask``, that distinguishes copies of a factor, and adds ``row`` and ``col`` to the
+    place of a result."""
 
     mask: int
     row: int

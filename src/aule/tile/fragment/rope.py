@@ -106,15 +106,9 @@ def rotated_back(
 ) -> list[list[Value]]:
     """This lane's elements of a result, by row and column, rotated back.
 
-    Partners that another lane holds pass through shared memory, which nobody reads any more; an fp32 takes two elements
-    of 16 bits.
-
-    Parameters
-    ----------
-    place : tuple of Value
-        The workgroup's first row of ``out``, the tile's first row among the workgroup's, and its first column.
-    row_of : callable
-        Gives the row of the tile that is this lane's first, second, ...
+    ``place`` is the workgroup's first row of ``out``, the tile's first row among the workgroup's, and its first column;
+    ``row_of`` gives the tile's row that is this lane's first, second and so on. Partners that another lane holds pass
+    through shared memory, which nobody reads any more; an fp32 takes two elements of 16 bits.
     """
     b, rotary, run = engine.b, out.rotary, engine.run
     assert rotary is not None

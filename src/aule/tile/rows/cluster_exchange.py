@@ -21,19 +21,8 @@ from aule.tile.rows.shape import RowShape
 class ClusterExchange:
     """The receive buffers of a workgroup, one per subgroup and stage.
 
-    Parameters
-    ----------
-    lanes : int
-        Lanes of a subgroup: one for each word that it receives.
-    stages : int
-        Receive buffers of each subgroup.
-
-    Attributes
-    ----------
-    values : int
-        Values that a subgroup sends: a power of two.
-    senders : int
-        Subgroups of a row.
+    A row's ``senders`` are its subgroups; each sends ``values`` values, a power of two. A subgroup has a lane for each
+    word that it receives.
     """
 
     def __init__(self, b: Builder, shape: RowShape, lanes: int, stages: int) -> None:

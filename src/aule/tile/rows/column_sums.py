@@ -32,12 +32,7 @@ _FOLDED = 16
 class ColumnSums:
     """Sums of each column over all rows of a workgroup: in registers if rows are, else in the result's memory.
 
-    Parameters
-    ----------
-    array : RowArray
-        The partial sums, in the type computed in; one row per workgroup.
-    layout : str
-        See `SumsLayout`; ``deinterleaved`` needs sums in registers, in parts of eight columns.
+    ``array`` takes the partial sums, in the type computed in; it has one row per workgroup.
     """
 
     def __init__(self, passes: Passes, array: RowArray, layout: SumsLayout = "in_order") -> None:
@@ -170,13 +165,9 @@ def has_pieces(passes: Passes) -> bool:
 
 
 class SumPieces:
-    """Sums in registers as pieces of 16 bytes, which threads exchange through shared memory.
+    """Sums in registers as pieces of 16 bytes, which threads exchange through ``memory``, a shared array for each sum.
 
-    Parameters
-    ----------
-    memory : sequence of Value
-        Shared memory for each of the sums, in which each thread's pieces are where its own prefetched rows were. So it
-        can be overwritten without a barrier.
+    A thread's pieces are where its own prefetched rows were, so it can store them without a barrier.
     """
 
     def __init__(self, sums: Sequence[ColumnSums], memory: Sequence[Value]) -> None:

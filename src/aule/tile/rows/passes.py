@@ -25,10 +25,7 @@ _LINE = 64
 class Passes:
     """Passes over the columns of rows, or over a range of them.
 
-    Parameters
-    ----------
-    length : Value
-        Number of columns: i32, or on CPUs i64, since LLVM cannot fold a sum that may wrap into an address.
+    ``length`` is their number: i32, or on CPUs i64, since LLVM cannot fold a sum that may wrap into an address.
     """
 
     def __init__(self, rows: Rows, shape: PassShape, length: Value) -> None:

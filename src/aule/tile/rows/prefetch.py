@@ -33,15 +33,10 @@ class BlockPrefetch(ABC):
 
 
 class RowPrefetch(BlockPrefetch):
-    """Prefetch of this thread's parts of the rows of some arrays.
-
-    Attributes
-    ----------
-    rereads : bool
-        Each pass reads a part again, so registers need not keep it.
-    """
+    """Prefetch of this thread's parts of the rows of some arrays."""
 
     rereads = False
+    """Each pass reads a part again, so registers need not keep it."""
 
     def __init__(self, passes: Passes, arrays: Sequence[RowArray]) -> None:
         super().__init__(passes.rows, arrays)

@@ -88,15 +88,9 @@ class RegisterPrefetch(RowPrefetch, NextInRegisters):
 class StagedPrefetch(RegisterPrefetch):
     """Registers hold the next block, and shared memory the current rows of one array.
 
-    For blocks of which registers cannot hold two. Each pass reads a staged part again. With `PassShape.reload` the
-    other arrays stay in registers only until the first pass has read them.
-
-    Parameters
-    ----------
-    staged : RowArray
-        The array whose rows are staged: the one that most passes read.
-    alone : bool
-        No other array is prefetched.
+    For blocks of which registers cannot hold two. ``staged`` is the array that most passes read; each of them reads its
+    parts again. With ``alone`` no other array is prefetched. With `PassShape.reload` the other arrays stay in registers
+    only until the first pass has read them.
     """
 
     rereads = True

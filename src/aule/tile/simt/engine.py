@@ -233,21 +233,11 @@ class Simt:
         finite: bool = False,
         rotated: tuple[Rotary, Value, int] | None = None,
     ) -> list[tuple[Value, Value | None]]:
-        """Store a fetched chunk to the current stage, in fp32.
+        """Store a fetched chunk to the current stage, in fp32, multiplied by ``scale``.
 
-        Parameters
-        ----------
-        scale : Value, optional
-            Multiplies all elements.
-        finite : bool
-            Inf and NaN become zero.
-        rotated : tuple, optional
-            The rotation, the first column of the chunk, and the number of columns with padding.
-
-        Returns
-        -------
-        list
-            The quads, each with the condition under which it belongs to the chunk (None: always).
+        With ``finite``, Inf and NaN become zero. ``rotated`` is a rotation, the first column of the chunk, and the
+        number of columns with padding. Returns the quads, each with the condition under which it belongs to the chunk
+        (None: always).
         """
         b = self.b
         written: list[tuple[Value, Value | None]] = []

@@ -296,18 +296,12 @@ class Vectors:
     def pieces(
         self, unit: VectorUnit, rows: int, cols: int, pairs: bool = False
     ) -> tuple[int, list[tuple[int, list[int]]]]:
-        """Divide a ``rows`` × ``cols`` result into pieces that stay in registers.
+        """Divide a ``rows`` × ``cols`` result into pieces that stay in registers: the rows of a piece, and for each
+        piece its first vector and the lanes of its vectors.
 
         With 512-bit registers the last vector is half a register if that holds the remaining columns. It becomes a
         piece of its own if it has enough rows to hide the latency of an FMA, since LLVM broadcasts an element once for
         each width. This does not pay for pairs.
-
-        Returns
-        -------
-        rows : int
-            Rows of a piece.
-        pieces : list of (int, list of int)
-            First vector of each piece, and the lanes of its vectors.
         """
         vectors = -(-cols // self.lanes)
         widths = [self.lanes] * vectors
@@ -331,10 +325,8 @@ class Vectors:
     def multiply(
         self, c: list[list[Var]], left: Operand, right: Operand, start: Any, stop: Any, unroll: int = 2
     ) -> None:
-        """Compute ``C[i] += sum over k of A[i, k] * B[k]`` for k in ``start .. stop - 1``.
-
-        Vectors of C may be narrower than the engine's (`pieces`).
-        """
+        """Compute ``C[i] += sum over k of A[i, k] * B[k]`` for k in ``start .. stop - 1``. Vectors of C may be narrower
+        than the engine's (`pieces`)."""
         b, lanes = self.b, self.lanes
         with b.loop(b.coerce(start, i64), b.coerce(stop, i64), unroll=unroll, name="k") as k:
             columns = self._columns(c, right, k)
