@@ -52,11 +52,8 @@ def choose_blocks(
         tiles += [FragmentBlocks(**record.use["shape"]) for record in tuning.matching(target, "linear.fragment", facts)]
         assert target.matrix_layout is not None
         tiles = [replace(blocks, lanes=1 << len(target.matrix_layout.lane_rows)) for blocks in tiles]
-        fitting = [
-            blocks
-            for blocks in tiles
-            if model.fits(target, blocks.threads, 2 * blocks.shared_elements(left_depth_major, right_depth_major))
-        ]
+        majors = left_depth_major, right_depth_major
+        fitting = [x for x in tiles if model.fits(target, x.threads, 2 * x.shared_elements(*majors))]
         for blocks in fitting:
             if -(-m // blocks.rows) * -(-n // blocks.cols) >= target.compute_units or blocks is fitting[-1]:
                 return blocks
@@ -88,12 +85,8 @@ def _plain_tiles(
             yield tile
     for record in tuning.matching(target, "linear.lines", {}):
         lines = FragmentBlocks(**record.use["shape"])
-        if (
-            k % lines.depth == 0
-            and m >= lines.rows
-            and n >= lines.cols
-            and not (left_depth_major and right_depth_major)
-        ):
+        full = k % lines.depth == 0 and m >= lines.rows and n >= lines.cols
+        if full and not (left_depth_major and right_depth_major):
             yield lines
 
 

@@ -42,11 +42,8 @@ class FragmentProduct:
         self.row0, self.col0 = tile_of(b, self.m, self.n, blocks.rows, blocks.cols, blocks.group)
         self.sub_row = (self.engine.subgroup // blocks.along) * (blocks.rows // blocks.down)
         self.sub_col = (self.engine.subgroup % blocks.along) * (blocks.cols // blocks.along)
-        self.memory = b.shared(
-            "stages",
-            self.engine.elem,
-            blocks.shared_elements(config.left.depth_major, config.right.depth_major),
-        )
+        elements = blocks.shared_elements(config.left.depth_major, config.right.depth_major)
+        self.memory = b.shared("stages", self.engine.elem, elements)
 
     def build(self) -> KernelIR:
         self.run()

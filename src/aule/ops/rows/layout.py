@@ -79,13 +79,10 @@ def _can_combine_sums(target: Target, dtype: str, rows: int, shape: RowShape, pa
     size = work_type(SCALARS[dtype]).bytes
     pieces = passes.parts * passes.width * size // COPIED_BYTES
     room = (shape.prefetch + 1) * shape.batch * min(work.copied) >= size and work.sums <= len(work.copied)
-    alike = (
-        shape.prefetch_to == "shared" and shape.slots == 1 and not passes.ragged and pieces % shape.sums_cluster == 0
-    )
-    groups = shape.resident * usual_units(target)
-    return (
-        size == 4 and shape.sums_cluster == 2 <= target.max_cluster and alike and room and rows >= shape.block * groups
-    )
+    alike = shape.slots == 1 and not passes.ragged and pieces % shape.sums_cluster == 0
+    enough = rows >= shape.block * shape.resident * usual_units(target)
+    paired = size == 4 and shape.sums_cluster == 2 <= target.max_cluster and shape.prefetch_to == "shared"
+    return paired and alike and room and enough
 
 
 def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTuning:

@@ -90,8 +90,7 @@ class Dropout:
     """Which weights a kernel keeps; ``seed`` is the buffer of the seed's two words, ``offset`` where it begins."""
 
     def __init__(self, b: Builder, limit: Value, seed: Value, offset: Value) -> None:
-        self.b = b
-        self.limit = limit
+        self.b, self.limit = b, limit
         self.key = (b.load(seed, offset), b.load(seed, offset + 1))
 
     def words(self, head: Value, row: Value, octet: Value) -> list[Value]:
@@ -147,11 +146,11 @@ class Dropout:
             words = philox(b, (places, b.cast(row, u64), b.cast(head, u64), b.const(0, u64)), self.key)
             # Interleave the low halves of two words, then pairs of them.
             low = [b.bitcast(word, Vector(u32, 2 * octets)) for word in words]
-            turns = tuple(i // 2 * 2 + 2 * octets * (i % 2) for i in range(2 * octets))
-            twos = [b.bitcast(b.permute(x, y, turns), Vector(u64, octets)) for x, y in (low[:2], low[2:])]
+            alternating = tuple(i // 2 * 2 + 2 * octets * (i % 2) for i in range(2 * octets))
+            pairs = [b.bitcast(b.permute(x, y, alternating), Vector(u64, octets)) for x, y in (low[:2], low[2:])]
             order = [i // 2 + octets * (i % 2) for i in range(2 * octets)]
             step = len(order) // VECTORS
-            parts = [b.permute(twos[0], twos[1], tuple(order[i : i + step])) for i in range(0, len(order), step)]
+            parts = [b.permute(pairs[0], pairs[1], tuple(order[i : i + step])) for i in range(0, len(order), step)]
         limit = b.splat(b.cast(self.limit >> 16, u16), lanes)
         return [b.bitcast(part, Vector(u16, lanes)) >= limit for part in parts]
 

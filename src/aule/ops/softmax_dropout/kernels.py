@@ -250,19 +250,16 @@ class _Kernel:
 
     def result(self, p: Part, value: Value) -> Value:
         """A weight as it is stored: zero if dropped."""
-        b = self.k.b
-        if self.drawn is None or self.config.early_draw == "words":
-            return self._small(self.drop(p, value))
-        return self.drop_bits(p, b.cast(self._small(value), SCALARS[self.config.dtype]))
+        b, masks = self.k.b, self.config.early_draw == "masks"
+        value = value if masks else self.drop(p, value)
+        value = b.small(value) if self.config.small else value
+        return self.drop_bits(p, b.cast(value, SCALARS[self.config.dtype])) if masks else value
 
     def drop_bits(self, p: Part, value: Value) -> Value:
         """Elements in the rows' type, zero where their weights are dropped, by masks drawn early."""
         assert self.drawn is not None
         b, elem = self.k.b, SCALARS[self.config.dtype]
         return b.bitcast(b.bitcast(value, Vector(u32, OCTET // 2)) & p[self.drawn], Vector(elem, OCTET))
-
-    def _small(self, value: Value) -> Value:
-        return self.k.b.small(value) if self.config.small else value
 
     def inverse(self, total: Value) -> Value:
         """One over a sum of exponentials; zero if that is zero. NaN stays."""

@@ -83,10 +83,7 @@ def arrange(target: Target) -> Arrangement:
         _arrange(False, rows, cols, results, left),
         _arrange(True, cols, rows, results.transposed, right.transposed if right else None),
     )
-    return min(
-        possible,
-        key=lambda arrangement: (arrangement.factors is None, len(arrangement.exchanges), len(arrangement.across)),
-    )
+    return min(possible, key=lambda found: (found.factors is None, len(found.exchanges), len(found.across)))
 
 
 def uniform(target: Target) -> bool:

@@ -139,11 +139,8 @@ class Direct:
         words = []
         for x, y in zip(_unpack(b, runs), _unpack(b, others), strict=True):
             if self.converts:
-                words += [
-                    word
-                    for pairs in zip(self._halves(x), self._halves(y), strict=True)
-                    for word in interleaved(b, *pairs)
-                ]
+                for pairs in zip(self._halves(x), self._halves(y), strict=True):
+                    words += interleaved(b, *pairs)
                 continue
             both = interleaved(b, x, y)
             if self.size == 2:
@@ -154,14 +151,9 @@ class Direct:
 
     def rows_factor(self, rows: Sequence[Sequence[Value]], number: int) -> Value:
         """The ``number``-th fragment of 16 rows, from `row_words` of this lane's rows."""
-        engine, held = self.engine, self._held
-        return _packed(
-            engine,
-            [
-                rows[engine.part_rows.index(row)][(number * held + engine.part_cols.index(col)) // 2]
-                for row, col in engine.places[::2]
-            ],
-        )
+        rows_held, cols = self.engine.part_rows, self.engine.part_cols
+        places = [(rows_held.index(row), number * self._held + cols.index(col)) for row, col in self.engine.places[::2]]
+        return _packed(self.engine, [rows[row][col // 2] for row, col in places])
 
     def right_factor(self, rows: Mapping[int, Sequence[Value]], number: int) -> Value:
         """The ``number``-th fragment of the rows' transpose as a right factor, from `row_words` of this lane's rows by
@@ -176,14 +168,9 @@ class Direct:
 
     def columns_factor(self, pairs: Sequence[Sequence[Value]], number: int) -> Value:
         """The ``number``-th fragment of the transpose of 16 rows, from `pair_words` of this lane's rows."""
-        engine, held = self.engine, self._held
-        return _packed(
-            engine,
-            [
-                pairs[engine.part_cols.index(col) // 2][number * held + engine.part_rows.index(row)]
-                for row, col in engine.places[::2]
-            ],
-        )
+        rows, cols = self.engine.part_rows, self.engine.part_cols
+        places = [(number * self._held + rows.index(row), cols.index(col)) for row, col in self.engine.places[::2]]
+        return _packed(self.engine, [pairs[col // 2][row] for row, col in places])
 
 
 def choose_run(layout: FragmentLayout, dim: int, cache: str, along: Along) -> int:
