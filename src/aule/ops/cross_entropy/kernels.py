@@ -83,8 +83,7 @@ def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
 
         _skip_ignored(k, given, compute, skip)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> KernelIR:
@@ -130,8 +129,7 @@ def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> 
 
         _skip_ignored(k, given, compute, skip)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_reduction(config: CrossEntropyConfig, target: Target) -> KernelIR:
@@ -160,8 +158,7 @@ def build_reduction(config: CrossEntropyConfig, target: Target) -> KernelIR:
             value = value.map(lambda x, n: x / n, found[-1])
         rows.put(result, value)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def _skip_ignored(k: RowKernel, given: _Targets, compute: Callable[[], None], skip: Callable[[], None]) -> None:

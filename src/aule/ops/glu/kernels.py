@@ -42,8 +42,7 @@ def build_glu(config: GluConfig, target: Target) -> KernelIR:
 
         passes.each(write)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_glu_gradient(config: GluConfig, target: Target) -> KernelIR:
@@ -71,8 +70,7 @@ def build_glu_gradient(config: GluConfig, target: Target) -> KernelIR:
 
         passes.each(write)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def activated(b: Builder, activation: Activation, x: Value) -> Value:

@@ -33,5 +33,4 @@ def build_statistics(config: NormConfig, target: Target) -> KernelIR:
         rows.put(scale, found.scale)
         rows.put(shift, found.mean_rest.map(lambda s, r: -s * r, found.scale))
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)

@@ -197,8 +197,7 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
 
         passes.each(write)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def affine(p: Part, value: Value, weight: Columns | None, bias: Columns | None) -> Value:
@@ -276,6 +275,4 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
         passes.preload(weight)
     prefetch = k.prefetch(list(arrays.values()), arrays.get("h", arrays.get("x", arrays["dy"])))
     prefetches = [x for x in (saved, prefetch) if x is not None]
-    rows.run(add_up if len(arrays) == 1 else body, *prefetches)
-    k.store_sums(sums.values())
-    return k.finish()
+    return k.trace(add_up if len(arrays) == 1 else body, *prefetches, sums=sums.values())

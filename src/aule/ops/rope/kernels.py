@@ -135,8 +135,7 @@ def build_rope(config: RopeConfig, target: Target) -> KernelIR:
         if rest is not None and config.copies:
             rest.each(pass_on)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
@@ -206,6 +205,4 @@ def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
         if rest is not None:
             rest.each(write_rest, sums_rest)
 
-    rows.run(body)
-    k.store_sums((*sums, *sums_rest))
-    return k.finish()
+    return k.trace(body, sums=(*sums, *sums_rest))

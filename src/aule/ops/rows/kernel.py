@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
@@ -22,7 +22,7 @@ from aule.tile.rows.column_sums import (
 from aule.tile.rows.engine import Rows
 from aule.tile.rows.parts import Columns, RowArray
 from aule.tile.rows.passes import Passes
-from aule.tile.rows.prefetch import RowPrefetch
+from aule.tile.rows.prefetch import BlockPrefetch, RowPrefetch
 from aule.tile.rows.prefetch_registers import RegisterPrefetch, StagedPrefetch
 from aule.tile.rows.prefetch_shared import SharedPrefetch
 from aule.tile.rows.shape import PassShape, RowShape
@@ -158,7 +158,7 @@ class RowKernel:
 
         return RowArray(buffer, start, None, not self.cpu)  # the width of a part divides a row
 
-    def store_sums(self, sums: Collection[ColumnSums]) -> None:
+    def _store_sums(self, sums: Collection[ColumnSums]) -> None:
         """Store sums of columns; the launch that adds them up may begin."""
         if sums:
             self.b.launch_next()
@@ -193,6 +193,11 @@ class RowKernel:
             known = self._axes[id(row)] = (row, [rest, *reversed(found)])
         return known[1]
 
-    def finish(self) -> KernelIR:
+    def trace(
+        self, body: Callable[[], None], *prefetches: BlockPrefetch, sums: Collection[ColumnSums] = ()
+    ) -> KernelIR:
+        """Trace ``body`` for the rows of a workgroup, then store ``sums`` of columns."""
+        self.rows.run(body, *prefetches)
+        self._store_sums(sums)
         self.rows.finish()
         return self.b.finish()

@@ -331,8 +331,7 @@ def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
 
         passes.each(write)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
@@ -383,8 +382,7 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
         less = mean.map(lambda m: -m)
         passes.each(lambda p: p.store(dx, p[powers] * b.fma(p[dp], p[factor], p[less])))
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_gradient_of_weights(config: SoftmaxConfig, target: Target) -> KernelIR:
@@ -414,5 +412,4 @@ def build_gradient_of_weights(config: SoftmaxConfig, target: Target) -> KernelIR
         factor = keep_scale * scale
         passes.each(lambda p: p.store(dx, b.abs(p[weights]) * b.fma(p[dp], factor, p[less])))
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)

@@ -143,6 +143,16 @@ def padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def binary_runs(count: int) -> list[tuple[int, int]]:
+    """Runs that cover ``count`` elements, as (first, length); lengths are powers of two, the longest first."""
+    runs, first = [], 0
+    while first < count:
+        length = 1 << ((count - first).bit_length() - 1)
+        runs.append((first, length))
+        first += length
+    return runs
+
+
 def divmod_const(b: Builder, x: Value, n: int) -> tuple[Value, Value]:
     """``x // n`` and ``x % n`` of a non-negative i32, by shift and mask if n is a power of two."""
     if n == 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from aule.ir import Value
 from aule.ir.types import Vector, element, i32, u32
 from aule.tile.common.math import LOG2E, fold, lowest
+from aule.tile.common.matrix import binary_runs
 from aule.tile.rows.engine import Rows
 from aule.tile.rows.parts import Columns, Derived, Part, PartGroup, PerRow, Product, RowArray, Source, Term
 from aule.tile.rows.prefetch import RowPrefetch
@@ -366,14 +367,12 @@ class Passes:
         index = element(start.type)
         if count == width and array.stride is None:
             return b.load(array.buffer, start + b.cast(col, index), width, align=self._alignment(array))
-        values: list[Value] = []
-        while len(values) < count:
-            at = b.cast(col + len(values), index)
-            if array.stride is not None:
-                values.append(b.load(array.buffer, start + at * array.stride))
-                continue
-            run = 1 << ((count - len(values)).bit_length() - 1)
-            values += b.unpack(b.load(array.buffer, start + at, run, align=1))
+        if array.stride is not None:
+            values = [b.load(array.buffer, start + b.cast(col + i, index) * array.stride) for i in range(count)]
+        else:
+            values = []
+            for i, run in binary_runs(count):
+                values += b.unpack(b.load(array.buffer, start + b.cast(col + i, index), run, align=1))
         zeros = [b.const(0, element(array.buffer.type))] * (width - count)
         return b.vector([*values, *zeros])
 
@@ -405,9 +404,6 @@ class Passes:
             store = b.stream if array.stream else b.store
             store(array.buffer, start + b.cast(col, index), value, align=self._alignment(array))
             return
-        done = 0
-        while done < count:
-            run = 1 << ((count - done).bit_length() - 1)
-            piece = b.permute(value, None, tuple(range(done, done + run)))
-            b.store(array.buffer, start + b.cast(col + done, index), piece, align=1)
-            done += run
+        for i, run in binary_runs(count):
+            piece = b.permute(value, None, tuple(range(i, i + run)))
+            b.store(array.buffer, start + b.cast(col + i, index), piece, align=1)

@@ -21,7 +21,7 @@ from aule.ir import Builder, Value, Var
 from aule.ir.types import Ref, Scalar, Vector, bf16, element, f32, f64, i32, i64, u8, u16, u32
 from aule.target import Target
 from aule.tile.common.math import fold_lanes, from_e4m3
-from aule.tile.common.matrix import Matrix
+from aule.tile.common.matrix import Matrix, binary_runs
 
 CACHE_LINE = 64
 """Bytes. On CPUs with longer lines some are prefetched twice, which costs little."""
@@ -137,9 +137,8 @@ class Vectors:
             return b.load(source.buffer, start + col, self.lanes, align=1)
         else:
             parts = []
-            while len(parts) < count:
-                width = 1 << ((count - len(parts)).bit_length() - 1)
-                parts += b.unpack(b.load(source.buffer, start + col + len(parts), width, align=1))
+            for at, width in binary_runs(count):
+                parts += b.unpack(b.load(source.buffer, start + col + at, width, align=1))
         zeros = [b.const(0, source.elem)] * (self.lanes - count)
         return b.vector([*parts, *zeros])
 
@@ -152,12 +151,9 @@ class Vectors:
             for i, x in enumerate(b.unpack(vector)[:count]):
                 b.store(target.buffer, start + (col + i) * target.col_stride, x)
             return
-        done = 0
-        while done < count:
-            width = 1 << ((count - done).bit_length() - 1)
-            part = vector if width == self.lanes else b.permute(vector, None, tuple(range(done, done + width)))
-            b.store(target.buffer, start + col + done, part, align=1)
-            done += width
+        for at, width in binary_runs(count):
+            part = vector if width == self.lanes else b.permute(vector, None, tuple(range(at, at + width)))
+            b.store(target.buffer, start + col + at, part, align=1)
 
     def columns(self, cols: int) -> list[tuple[int, int]]:
         """Vectors that cover ``cols`` columns, each as (first column, lanes in use)."""
