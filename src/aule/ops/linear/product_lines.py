@@ -24,18 +24,10 @@ from aule.tile.fragment.shape import RUN
 
 
 class LineFactor:
-    """A factor on its path from memory through registers and shared memory to fragments.
+    """The left or right factor on its path from memory through registers and shared memory to fragments.
 
-    Parameters
-    ----------
-    left : bool
-        It is the left factor.
-    outer : int
-        Rows or columns of the result's tile.
-    first, own : Value
-        The first of them, and the first of this subgroup's.
-    start : int
-        Where the factor begins in shared memory.
+    The result's tile has ``outer`` rows or columns, from ``first`` on, and this subgroup those from ``own`` on. In
+    shared memory the factor begins at ``start``.
     """
 
     def __init__(

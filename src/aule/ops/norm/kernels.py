@@ -28,11 +28,8 @@ ExtraTerm = Callable[[Part, Value], Term]
 class NormConfig(RowConfig):
     """Configuration of a normalisation kernel; operands say what else it does.
 
-    Attributes
-    ----------
-    moments : bool
-        Mean and variance of a row come from one exchange, if possible: rows have 16-bit elements, whose own rounding
-        exceeds the digits lost when the mean is rounded.
+    With ``moments`` one exchange gives mean and variance of a row, if possible: for 16-bit elements, whose own rounding
+    exceeds the digits lost when the mean is rounded.
     """
 
     center: bool

@@ -19,16 +19,10 @@ from aule.tile.rows.parts import Columns, Part, PerRow, Source
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig(RowConfig):
-    """Configuration of a rotation's kernel.
+    """Configuration of a rotation's kernel; with ``inverse`` and ``norm``, of the gradient of norm and rotation.
 
-    Attributes
-    ----------
-    ids : str or None
-        The dtype of ``position_ids``, if that is an operand.
-    inverse, norm : bool
-        As in `RopeProblem`; with both, the gradient of norm and rotation.
-    copies : bool
-        Columns that are not rotated are written as well.
+    ``ids`` is the dtype of ``position_ids``, if that is an operand. With ``copies`` columns that are not rotated are
+    written as well.
     """
 
     interleaved: bool

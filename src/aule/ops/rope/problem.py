@@ -23,16 +23,10 @@ class RopeProblem(RowProblem):
 
     ``(a, b) -> (a * cos - b * sin, b * cos + a * sin)``, as ONNX defines RotaryEmbedding. A pair is columns ``i`` and
     ``i + pairs``, or with ``interleaved`` columns ``2i`` and ``2i + 1``; columns from ``2 * pairs`` on are unchanged.
-    With ``inverse`` the angles are negative: that is the gradient.
+    With ``inverse`` the angles are negative: that is the gradient. With ``inplace`` the result overwrites ``x``.
 
-    Attributes
-    ----------
-    positions : int
-        Rows of the tables, if ``position_ids`` is given; else 0.
-    eps : float or None
-        The eps of an RMSNorm before the rotation; None without one.
-    inplace : bool
-        The result overwrites ``x``.
+    With ``position_ids`` the tables have ``positions`` rows, which is else 0. ``eps`` is that of an RMSNorm before the
+    rotation; None without one.
     """
 
     pairs: int

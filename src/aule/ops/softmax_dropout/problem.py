@@ -43,12 +43,8 @@ class SoftmaxProblem(RowProblem):
     columns are those of ``x``, rows its last axis but one, and heads the axes before that in C order; so attention with
     the same seed drops the same weights.
 
-    Attributes
-    ----------
-    mask : str or None
-        dtype of a mask: columns count where a ``bool`` is true; floats are added.
-    causal : bool
-        Row ``i`` of n counts columns up to ``i + length - n``.
+    ``mask`` is the dtype of a mask, or None: columns count where a ``bool`` is true; floats are added. With ``causal``
+    row ``i`` of n counts columns up to ``i + length - n``.
     """
 
     scale: float

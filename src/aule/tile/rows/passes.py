@@ -42,8 +42,6 @@ class Passes:
         """The pass that first read an array or derived a value."""
         self._next_rows: tuple[Source, ...] = ()
 
-    # -- reductions ----------------------------------------------------------------------------------------------------
-
     def preload(self, *sources: Source | Columns) -> None:
         """Start to load rows into registers, so that all loads overlap, unless they are prefetched.
 
@@ -59,6 +57,8 @@ class Passes:
                 if columns_now if isinstance(source, Columns) else prefetch is None or not prefetch.covers(source):
                     for part in self.register_parts(number):
                         part.raw(source)
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
 
     def sum(self, f: Callable[[Part], Term]) -> PerRow:
         """Sum ``f`` over each row."""

@@ -21,18 +21,10 @@ _READ_AT_ONCE = 32
 
 
 class RowReductions:
-    """Reductions over the threads of a row.
+    """Reductions over the threads of a row, in the type ``work``.
 
-    Parameters
-    ----------
-    work : Scalar
-        The type computed in.
-    lanes : int
-        Threads of a row that can exchange registers.
-    slot, lane : Value
-        Which of the workgroup's rows this thread shares, and its number among the row's threads.
-    vectors : bool
-        Parts are vectors of a CPU.
+    ``lanes`` threads of a row can exchange registers. ``slot`` says which of the workgroup's rows this thread shares,
+    and ``lane`` is its number there. With ``vectors`` parts are vectors of a CPU.
     """
 
     def __init__(
