@@ -24,9 +24,16 @@ from aule.kernels import (
     SwiGLUKernel,
 )
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.rows.column_sum_layout import choose_sums
 from aule.ops.rows.hints import Work
-from aule.ops.rows.layout import choose_rows, has_moments, rounds_fused, row_grid, sums_layout, usual_sums
+from aule.ops.rows.layout import (
+    choose_rows,
+    choose_sums,
+    has_moments,
+    rounds_fused,
+    row_grid,
+    sums_layout,
+    usual_sums,
+)
 from aule.target import Target
 from aule.tile.rows.shape import PassShape, RowShape
 from aule.view import TensorView, contiguous_strides

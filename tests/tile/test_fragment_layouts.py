@@ -1,5 +1,4 @@
-"""Fragments that lie in all sorts of ways: what the probe makes of them, and the kernels on the interpreter with the
-sanitizer on."""
+"""Fragment layouts of many kinds: what the probe finds, and kernels on the interpreter with the sanitizer on."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ from aule.tile.fragment.engine import fitted
 from aule.tile.fragment.shape import FragmentShape
 
 PERMUTED = FragmentLayout((8, 0, 2, 0, 1), (0, 4, 0, 1, 0), (0, 4, 0), (8, 0, 2))
-"""Bits of the lane and of the component anywhere: nobody's layout."""
+"""Bits of lane and component in an arbitrary order, which no device has."""
 REORDERED = FragmentLayout((8, 0, 2, 0, 1), (0, 4, 0, 1, 0), (4, 0, 0), (0, 2, 8))
-"""The same elements in other components."""
+"""The lanes of `PERMUTED`, with their elements in other components."""
 DPAS8 = (
     FragmentLayout((0, 0, 0), (1, 2, 4), (1, 2, 4), (0, 0, 0)),
     FragmentLayout((0, 0, 0), (2, 4, 8), (0, 1, 2, 4), (1, 0, 0, 0)),
@@ -48,8 +47,8 @@ DPAS16 = (
 
 
 @dataclass(frozen=True)
-class Way:
-    """Layouts of accumulators, left and right factors, and what is to be made of them."""
+class LayoutCase:
+    """Layouts of accumulators, left and right factors, and the arrangement to expect."""
 
     layouts: tuple[FragmentLayout, FragmentLayout | None, FragmentLayout | None]
     transposed: bool
@@ -69,23 +68,23 @@ class Way:
         )  # fmt: skip
 
 
-WAYS = {
-    "nvidia": Way((NVIDIA_LAYOUT, NVIDIA_LAYOUT, None), False, 0, False),
-    "permuted": Way((PERMUTED, PERMUTED, None), False, 0, False),
-    "reordered": Way((PERMUTED, REORDERED, NVIDIA_LAYOUT), False, 0, False),
-    "reordered right": Way((PERMUTED, NVIDIA_LAYOUT, REORDERED), True, 0, False),
-    "rdna3": Way(RDNA3_LAYOUTS[32], True, 1, False),
-    "rdna3 wave64": Way(RDNA3_LAYOUTS[64], True, 2, False),
-    "through memory": Way((PERMUTED, NVIDIA_LAYOUT, NVIDIA_LAYOUT), False, 0, True),
-    "wave64 through memory": Way((RDNA3_LAYOUTS[64][0], None, None), True, 0, True),
-    "dpas 8": Way(DPAS8, True, 0, False, (8, 8, 16)),
-    "dpas 16": Way(DPAS16, True, 0, False, (8, 16, 16)),
+LAYOUTS = {
+    "nvidia": LayoutCase((NVIDIA_LAYOUT, NVIDIA_LAYOUT, None), False, 0, False),
+    "permuted": LayoutCase((PERMUTED, PERMUTED, None), False, 0, False),
+    "reordered": LayoutCase((PERMUTED, REORDERED, NVIDIA_LAYOUT), False, 0, False),
+    "reordered right": LayoutCase((PERMUTED, NVIDIA_LAYOUT, REORDERED), True, 0, False),
+    "rdna3": LayoutCase(RDNA3_LAYOUTS[32], True, 1, False),
+    "rdna3 wave64": LayoutCase(RDNA3_LAYOUTS[64], True, 2, False),
+    "through memory": LayoutCase((PERMUTED, NVIDIA_LAYOUT, NVIDIA_LAYOUT), False, 0, True),
+    "wave64 through memory": LayoutCase((RDNA3_LAYOUTS[64][0], None, None), True, 0, True),
+    "dpas 8": LayoutCase(DPAS8, True, 0, False, (8, 8, 16)),
+    "dpas 16": LayoutCase(DPAS16, True, 0, False, (8, 16, 16)),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_arrangement_follows_the_layouts(way: str) -> None:
-    wanted = WAYS[way]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_arrangement_follows_the_layouts(name: str) -> None:
+    wanted = LAYOUTS[name]
     made = arrange(wanted.target)
     assert (made.transposed, len(made.exchanges), made.factors is None) == (
         wanted.transposed, wanted.exchanges, wanted.staged,
@@ -107,10 +106,10 @@ def backward_shape(target: Target, shared: bool) -> FragmentShape:
     return fitted(FragmentShape(32 * subgroups // columns, 32, subgroups, 1, False, columns=columns), target)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_forward(way: str) -> None:
-    """Lengths that fill no tile, every modifier, dropout: a part of the small grid, another one for each way."""
-    target, first = WAYS[way].target, list(WAYS).index(way)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_forward(name: str) -> None:
+    """Lengths that fill no tile, every modifier, dropout: a different part of the small grid for each layout."""
+    target, first = LAYOUTS[name].target, list(LAYOUTS).index(name)
     for case in CASES[first % 3 :: 3]:
         inputs = grid.make_inputs(case, seed=3)
         problem, operands = grid.case_problem(case, inputs)
@@ -119,10 +118,10 @@ def test_forward(way: str) -> None:
         assert verdict, f"{case}: {verdict.message}"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_where_no_key_is_dropped(way: str) -> None:
-    """Keys past the end are in the last tile, and not in dQ's sums."""
-    target, rng = WAYS[way].target, np.random.default_rng(5)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_where_no_key_is_dropped(name: str) -> None:
+    """The last tile has keys past the end, which add nothing to dQ."""
+    target, rng = LAYOUTS[name].target, np.random.default_rng(5)
     arrays = {name: rng.standard_normal((1, 1, 41, 16)).astype(np.float16) for name in "qkv"}
     problem, operands = attention_problem(**{name: grid.view_of(array) for name, array in arrays.items()})
     shape = backward_shape(target, shared=False)
@@ -131,9 +130,9 @@ def test_gradients_where_no_key_is_dropped(way: str) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients(way: str) -> None:
-    target, first = WAYS[way].target, list(WAYS).index(way)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients(name: str) -> None:
+    target, first = LAYOUTS[name].target, list(LAYOUTS).index(name)
     for number, case in enumerate(CASES[first % 4 :: 4]):
         inputs = grid.make_inputs(case, seed=3)
         problem, operands = grid.case_problem(case, inputs)
@@ -146,25 +145,25 @@ def test_gradients(way: str) -> None:
         assert not wrong, f"{case}: {wrong}"
 
 
-@pytest.mark.parametrize("way", ["rdna3", "through memory", "dpas 8"])
-def test_dropped_infinities_do_not_leak(way: str) -> None:
+@pytest.mark.parametrize("name", ["rdna3", "through memory", "dpas 8"])
+def test_dropped_infinities_do_not_leak(name: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, 40, 16)).astype(np.float16) for _ in range(3))
     v[:, :, 20, 3] = np.inf
     problem, operands = attention_problem(
         **{n: grid.view_of(x) for n, x in zip("qkv", (q, k, v), strict=True)}, causal=True
     )
-    out, _ = run(problem, operands, fitted(SHAPE, WAYS[way].target), WAYS[way].target)
+    out, _ = run(problem, operands, fitted(SHAPE, LAYOUTS[name].target), LAYOUTS[name].target)
     assert np.isfinite(out[:, :, :20]).all() and np.isfinite(np.delete(out[:, :, 20:], 3, axis=3)).all()
     assert (out[0, 0, 20:, 3] == np.inf).all()
 
 
-@pytest.mark.parametrize("way", ["reordered right", "rdna3", "rdna3 wave64", "through memory", "dpas 16"])
+@pytest.mark.parametrize("name", ["reordered right", "rdna3", "rdna3 wave64", "through memory", "dpas 16"])
 @pytest.mark.parametrize("precision", ["f16", "bf16"])
-def test_float32_rounded_on_its_way_in(way: str, precision: str) -> None:
+def test_float32_rounded_on_its_way_in(name: str, precision: str) -> None:
     """Inputs of another type than what lanes exchange and shared memory holds; the result is in the inputs' type."""
     case = next(case for case in grid.forward_grid("small") if case.dtype == "f32" and case.causal)
-    inputs, target = grid.make_inputs(case, seed=3), WAYS[way].target
+    inputs, target = grid.make_inputs(case, seed=3), LAYOUTS[name].target
     problem, operands = grid.case_problem(case, inputs)
     out, lse = run(replace(problem, precision=precision), operands, fitted(SHAPE, target), target)
     assert out.dtype == np.float32
@@ -176,7 +175,7 @@ def test_float32_rounded_on_its_way_in(way: str, precision: str) -> None:
 
 
 def test_tf32_is_not_cooperative_matrices() -> None:
-    device = replace(WAYS["rdna3"].target, vendor="amd")
+    device = replace(LAYOUTS["rdna3"].target, vendor="amd")
     problem = AttentionProblem(1, 1, 1, 64, 64, 64, 64, "f32", 0.125, precision="f16")
     views = {name: grid.view_of(np.zeros((1, 1, 64, 64), np.float32)) for name in "qkvo"}
     config = plan_forward(problem, views, device).steps[-1].config
@@ -189,11 +188,11 @@ def test_tf32_is_not_cooperative_matrices() -> None:
 
 
 class Secret:
-    """A device that runs kernels on the interpreter, with fragments that lie as its Target will not say."""
+    """A device that runs kernels on the interpreter; its Target does not tell the layouts of its fragments."""
 
-    def __init__(self, way: Way, **known: Any) -> None:
-        self.layouts = layouts_of(way.target)
-        self.target = replace(way.target, matrix_layout=None, matrix_factors=None, matrix_shape=(16, 16, 16), **known)
+    def __init__(self, case: LayoutCase, **known: Any) -> None:
+        self.layouts = layouts_of(case.target)
+        self.target = replace(case.target, matrix_layout=None, matrix_factors=None, matrix_shape=(16, 16, 16), **known)
         self.launched: list[KernelIR] = []
 
     def alloc(self, nbytes: int) -> Any:
@@ -219,10 +218,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("way", WAYS)
-def test_the_probe_finds_it(way: str) -> None:
-    wanted = WAYS[way]
-    vendor = "intel" if way.startswith("dpas") else "amd"
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_probe_finds_it(name: str) -> None:
+    wanted = LAYOUTS[name]
+    vendor = "intel" if name.startswith("dpas") else "amd"
     device: Any = Secret(wanted, vendor=vendor, subgroup_size=64, subgroup_sizes=(wanted.layouts[0].lanes,))
     if wanted.layouts[0].lanes != 64:
         assert device.target.subgroup_size == 64  # a size that must be asked for
@@ -240,8 +239,8 @@ def test_the_probe_finds_it(way: str) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("left", [PERMUTED, NVIDIA_LAYOUT], ids=["results alone", "all"])
 def test_a_layout_that_does_not_hold_is_not_used(caplog: pytest.LogCaptureFixture, left: FragmentLayout) -> None:
-    """Fragments that lie otherwise in products than when they were asked about: the check notices."""
-    device: Any = Secret(WAYS["permuted"])
+    """The check notices fragments that have another layout in products than in the probe."""
+    device: Any = Secret(LAYOUTS["permuted"])
     launch = device.launch
 
     def launch_otherwise(kernel: KernelIR, grid: tuple[int, int, int], args: list[Any]) -> None:
@@ -256,7 +255,7 @@ def test_a_layout_that_does_not_hold_is_not_used(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_right_layout_that_does_not_hold_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    device: Any = Secret(WAYS["nvidia"])
+    device: Any = Secret(LAYOUTS["nvidia"])
     launch = device.launch
 
     def launch_otherwise(kernel: KernelIR, grid: tuple[int, int, int], args: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""ADD AN OP HERE: the ops beside attention. What is in this list, the engine computes and every front end takes."""
+"""The ops beside attention. Add an op here: the engine and every front end serve each op of this list."""
 
 from __future__ import annotations
 

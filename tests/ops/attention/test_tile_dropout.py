@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from test_fragment_layouts import WAYS
+from test_fragment_layouts import LAYOUTS
 
 from aule.ir.builder import Builder
 from aule.ir.interpret import interpret
@@ -21,7 +21,7 @@ SEED, P, HEAD = 0x0123456789ABCDEF, 0.4, 5
 
 def drawn(way: str, rows: int, cols: int, keys: Literal["columns", "rows"]) -> tuple[Any, TileDropout, Any]:
     """A kernel in which one subgroup stores what it keeps of a tile, and what that is to be."""
-    target = WAYS[way].target
+    target = LAYOUTS[way].target
     shape = fitted(FragmentShape(rows, cols, 1, 1, False), target)
     b = Builder("tile_dropout", workgroup=shape.threads, subgroup_size=shape.lanes)
     seed, limit, out = b.buffer("seed", u32), b.scalar("limit", u32), b.buffer("out", i32, "write")
@@ -46,7 +46,7 @@ def drawn(way: str, rows: int, cols: int, keys: Literal["columns", "rows"]) -> t
 
 @pytest.mark.parametrize("keys", ["columns", "rows"])
 @pytest.mark.parametrize(("rows", "cols"), [(16, 16), (16, 48), (32, 32), (48, 16)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LAYOUTS)
 def test_lanes_keep_what_is_defined(way: str, rows: int, cols: int, keys: Literal["columns", "rows"]) -> None:
     kernel, _, wanted = drawn(way, rows, cols, keys)
     found = np.full((rows, cols), -1, np.int32)

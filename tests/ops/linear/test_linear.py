@@ -1,4 +1,4 @@
-"""A linear layer behind a normalisation: its errors, and its GPU kernels in the interpreter."""
+"""A linear layer after a normalisation: its errors, and its GPU kernels in the interpreter."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_records(monkeypatch, {"linear.fragment": [{"shape": asdict(TINY)}]})
 
 
-@pytest.mark.parametrize("sizes", [(40, 96, 48), (33, 51, 37)], ids=["whole", "ragged"])
-@pytest.mark.parametrize("way", TARGETS_OF)
-def test_interpreted(tiny: None, way: str, sizes: tuple[int, int, int]) -> None:
-    """Whole steps and rows that can be copied, and neither."""
-    given = arrays(np.float32 if way == "simt" else np.float16, *sizes)
-    if way == "copied":  # of a wider dtype, as in mixed precision
+@pytest.mark.parametrize("sizes", [(40, 96, 48), (33, 51, 37)], ids=["full", "ragged"])
+@pytest.mark.parametrize("kind", TARGETS_OF)
+def test_interpreted(tiny: None, kind: str, sizes: tuple[int, int, int]) -> None:
+    """Full steps and rows that can be copied, and neither."""
+    given = arrays(np.float32 if kind == "simt" else np.float16, *sizes)
+    if kind == "copied":  # of a wider dtype, as in mixed precision
         given |= {name: given[name].astype(np.float32) for name in ("weight_norm", "bias_norm", "bias")}
-    allowed = 2e-6 if way == "simt" else 2e-3
+    allowed = 2e-6 if kind == "simt" else 2e-3
     dy = given.pop("dy")
-    found, right = interpreted(SPEC, given, {}, TARGETS_OF[way]), reference(SPEC, given, {})
+    found, right = interpreted(SPEC, given, {}, TARGETS_OF[kind]), reference(SPEC, given, {})
     assert error(found["y"], right["y"]) < allowed
     assert SPEC.gradient is not None
     given["dy"] = dy
-    found, right = interpreted(SPEC.gradient, given, {}, TARGETS_OF[way]), reference(SPEC.gradient, given, {})
+    found, right = interpreted(SPEC.gradient, given, {}, TARGETS_OF[kind]), reference(SPEC.gradient, given, {})
     for name, gradient in right.items():
         assert error(found[name], gradient) < allowed, name
 
@@ -147,13 +147,13 @@ def test_lines(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> 
      ((128, 64, 136), {"layer_norm_linear", "linear_weight_backward"}),
      ((64, 200, 128), {"linear_backward", "linear_weight_backward"}),
      ((64, 64, 64), {"layer_norm_linear", "linear_backward", "linear_weight_backward"})],
-    ids=["rows", "features", "columns", "whole"],
+    ids=["rows", "features", "columns", "full"],
 )  # fmt: skip
 @pytest.mark.parametrize("tile", [64, 128])
 def test_direct(sizes: tuple[int, int, int], made: set[str], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The left factor in the order of fragments: tiles of ``tile`` rows that are cut off at the last row and moved back
     at the last column; ``made`` are the products that are made so. Where lanes hold rows as NVIDIA's do, results leave
-    in whole runs."""
+    in full runs."""
     device = VULKAN if tile == 64 else replace(VULKAN, matrix_layout=NVIDIA_LAYOUT)
     direct = replace(LINES, rows=tile, cols=64, down=tile // 64, along=1)
     replace_records(
@@ -184,7 +184,7 @@ def uses_of(target: Target, op: str, **facts: Any) -> list[Any]:
 
 
 def test_plain_products_through_vulkan() -> None:
-    """Rows that more than one stride finds, few columns that share a row, depths that are not whole lines, and a grid
+    """Rows that more than one stride finds, few columns that share a row, depths that are not full lines, and a grid
     that would have to be cut."""
     wide = replace(VULKAN, compute_units=4)
 
@@ -227,7 +227,7 @@ def test_gradients_have_all_memory_that_their_launches_name(sizes: tuple[int, in
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_tiles_fit(dtype: str) -> None:
-    """Every tile in the tables fits the devices that it is for, whichever way its factors lie."""
+    """Every tile in the tables fits the devices that it is for, in whichever order its factors are stored."""
     copied = [FragmentBlocks(**use["shape"]) for use in uses_of(VULKAN, "linear.fragment", copies=True)]
     carried = [
         FragmentBlocks(**use["shape"])

@@ -1,4 +1,4 @@
-"""A linear layer behind a normalisation on every device, against float64."""
+"""A linear layer after a normalisation on every device, against float64."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def test_result_and_gradients(backend: str, number: int) -> None:
     ],
 )
 def test_products_of_many_rows_on_a_cpu(dtype: str, shape: tuple[int, ...], features: int) -> None:
-    """The weight is packed for all tasks: whole tiles and parts of the summed dimension, and others."""
+    """The weight is packed for all tasks: full tiles and parts of the summed dimension, and others."""
     judge(need("cpu"), dtype, shape, features)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_left_factors_in_the_order_of_fragments(dtype: str) -> None:
-    """All three products through Vulkan on NVIDIA, with tiles that end behind the last row and column."""
+    """All three products through Vulkan on NVIDIA, with tiles that end after the last row and column."""
     device = need("vulkan")
     if not (device.target.vulkan_on_nvidia and device.target.matrix_units and device.target.compute_units <= 150):
         pytest.skip("only NVIDIA's driver, on units of which these products fill all, takes factors so")

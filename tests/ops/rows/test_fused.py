@@ -74,8 +74,7 @@ def test_float64_on_the_cpu(op: str) -> None:
 def test_gradients_with_rows_in_registers_ahead(
     device: Device, tuning: SumTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where it has been measured to be faster: blocks that are not whole, and parts that are not; rows that are read
-    again in the last pass."""
+    """Prefetches that some devices use, with partial blocks and parts, and rows that the last pass reloads."""
     if device.target.backend == "cpu":
         pytest.skip("CPUs have rows of one thread")
     monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: tuning)
@@ -86,10 +85,10 @@ def test_gradients_with_rows_in_registers_ahead(
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_rms_norm", "residual_layer_norm"])
 def test_gradients_of_long_rows(device: Device, op: str, dtype: str, columns: int) -> None:
-    """With what is kept for them, of rows that NVIDIA's GPUs lay over clusters: more than there are places for, some of
-    them zero, and one that is not finite, whose neighbours do not see it. The bits are the same every time."""
+    """Gradients from saved statistics, of rows that NVIDIA's GPUs lay over clusters: more rows than slots, some of them
+    zero, and one with NaN, which must not reach its neighbours. The bits are the same every time."""
     if device.target.software and (op, columns) != ("residual_layer_norm", 4096):
-        pytest.skip("software devices have one way for all of them")
+        pytest.skip("software devices have one layout for all of them")
     case = fused_cases.Case(op, (7 if device.target.software else 151, columns), dtype)
     gradient, backward = fused_cases.kept_gradient(case, lambda spec, call: on_host(spec, call, device))
     found = on_host(gradient, backward, device)
@@ -97,10 +96,10 @@ def test_gradients_of_long_rows(device: Device, op: str, dtype: str, columns: in
     repeated = on_host(gradient, backward, device)
     assert all(array.tobytes() == repeated[name].tobytes() for name, array in found.items())
     backward.views["dy"].storage[2, 5] = stored(np.float32(np.nan), dtype)
-    wild = on_host(gradient, backward, device)
-    assert np.isnan(as_float(wild["dx"][2], dtype)).any() and np.isnan(as_float(wild["dweight"], dtype)).any()
-    others = [i for i in range(len(wild["dx"])) if i != 2]
-    np.testing.assert_array_equal(wild["dx"][others], found["dx"][others])
+    nonfinite = on_host(gradient, backward, device)
+    assert np.isnan(as_float(nonfinite["dx"][2], dtype)).any() and np.isnan(as_float(nonfinite["dweight"], dtype)).any()
+    others = [i for i in range(len(nonfinite["dx"])) if i != 2]
+    np.testing.assert_array_equal(nonfinite["dx"][others], found["dx"][others])
 
 
 def normalised(device: Device, op: str, x: np.ndarray) -> np.ndarray:
@@ -118,7 +117,8 @@ def test_a_large_common_offset_costs_no_digits(device: Device, op: str) -> None:
 
 @pytest.mark.parametrize("lowest", [np.finfo(np.float32).min, -1e9, -1.3e9, -1e10, -1e12, -1e30])
 def test_a_large_number_in_the_place_of_infinity(device: Device, lowest: float) -> None:
-    """Masks add it: a row that has nothing else weighs all its columns alike, others none of these. The same above."""
+    """Masks add the lowest number: a row with nothing else has equal weights, other rows have none there. Also for the
+    largest."""
     x = np.zeros((6, 1536), np.float32)
     x[1], x[2, 5:], x[3], x[3, 3], x[4, 700:705] = lowest, lowest, 2 * (lowest / 4), lowest, -lowest
     x[5, ::2], x[5, 1::2] = lowest, lowest * 0.9
@@ -130,7 +130,7 @@ def test_a_large_number_in_the_place_of_infinity(device: Device, lowest: float) 
     np.testing.assert_allclose(found[5], np.tile([0.0, 1 / 768], 768), rtol=1e-5)
 
 
-def test_equal_rows_and_wild_rows_keep_to_themselves(device: Device) -> None:
+def test_equal_and_nonfinite_rows_do_not_disturb_others(device: Device) -> None:
     x = np.random.default_rng(1).standard_normal((8, 1536)).astype(np.float32)
     clean = {op: normalised(device, op, x) for op in ("layer_norm", "rms_norm", "softmax_dropout")}
     x[1] = 3e4 + 1 / 3  # all equal
@@ -153,7 +153,7 @@ def test_rows_as_long_as_there_are(device: Device) -> None:
 @pytest.mark.parametrize("op", ["rms_norm", "softmax_dropout"])
 @pytest.mark.parametrize("rest", [3393, 2])
 def test_long_rows_of_which_threads_have_different_numbers(device: Device, op: str, rest: int) -> None:
-    """Some threads have a place more than others, and some of these four at a time where others have three."""
+    """Some threads have one part more than others, and some take four at a time where others take three."""
     if device.target.backend == "metal" and device.target.software:
         pytest.skip("the shim takes half a minute for it")
     check(fused_cases.Case(op, (2, 20 * 4096 + rest)), device)

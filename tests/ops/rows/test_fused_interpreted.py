@@ -155,7 +155,7 @@ def test_kernels_know_what_all_calls_have(case: fused_cases.Case, backend: str) 
 
 
 @pytest.mark.parametrize(
-    "way",
+    "hints",
     [
         SumTuning(parts=1, batch=2, prefetch=0),
         SumTuning(parts=2, most=8, prefetch=0),
@@ -168,19 +168,19 @@ def test_kernels_know_what_all_calls_have(case: fused_cases.Case, backend: str) 
     ],
     ids=str,
 )
-def test_other_layouts(way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows at once, rows that are not kept in registers, and rows that come ahead, with sums of columns."""
-    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: way)
+def test_other_layouts(hints: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of columns with several rows at once, rows that do not stay in registers, and prefetched rows."""
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: hints)
     for shape in ((9, 520), (33, 40), (5, 1003)):
         case = fused_cases.Case("layer_norm", shape)
-        for target in (TARGETS["subgroups"], TARGETS["barriers"])[: 1 if way.prefetch else 2]:
+        for target in (TARGETS["subgroups"], TARGETS["barriers"])[: 1 if hints.prefetch else 2]:
             judged(case, target)
 
 
 @pytest.mark.parametrize("columns", [1024, 520, 1003])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
 @pytest.mark.parametrize(
-    "way",
+    "hints",
     [
         RowTuning(parts=2, in_shared=True, columns="first_use"),
         RowTuning(parts=4, narrow=True),
@@ -190,25 +190,24 @@ def test_other_layouts(way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["in shared", "narrow", "one part", "both", "first part"],
 )
-def test_other_norms(way: RowTuning, op: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are copied to shared memory, stay narrow in registers, have all columns of a power of two or not."""
-    monkeypatch.setattr(row_shapes, "_norm_hints", lambda *_: way)
+def test_other_norms(hints: RowTuning, op: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in shared memory, and narrow rows in registers; numbers of columns that are powers of two or not."""
+    monkeypatch.setattr(row_shapes, "_norm_hints", lambda *_: hints)
     target = replace(TARGETS["subgroups"], arch="sm_90", overlap=True)
     case = fused_cases.Case(op, (5, columns), "bf16")
     spec = CATALOGUE[op]
     call = fused_cases.bound(spec, fused_cases.operands(case), fused_cases.options(spec, case))
     config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
     assert (config.shape.in_shared, config.passes[0].narrow) == (
-        way.in_shared and columns % 8 == 0,
-        way.narrow and columns % 8 == 0,
+        hints.in_shared and columns % 8 == 0,
+        hints.narrow and columns % 8 == 0,
     )
     fused_cases.judge(call, run(spec, call, target), fused_cases.right(spec, call), gradient=False)
 
 
 @pytest.mark.parametrize("columns", [64, 256, 2048])
 def test_a_large_mean_costs_no_digits(columns: int) -> None:
-    """Moments of parts of rows, whose means are some hundred times larger than what is left of them; and a row whose
-    columns are all the same."""
+    """Rows whose means are some hundred times larger than their deviations, and a row of equal columns."""
     spec = CATALOGUE["layer_norm"]
     rng = np.random.default_rng(7)
     x = stored((300 + 2 * rng.standard_normal((4, columns))).astype(np.float32), "bf16")
@@ -224,9 +223,9 @@ def test_a_large_mean_costs_no_digits(columns: int) -> None:
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 def test_workgroups_that_add_up_their_sums(op: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clusters of two leave a row of sums each, and no fewer rows are there than workgroups."""
-    way = SumTuning(parts=2, threads=64, resident=128, batch=2, prefetch=1, sums_cluster=2)
-    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: way)
+    """Clusters of two workgroups store one row of sums each, unless there are fewer rows than workgroups."""
+    hints = SumTuning(parts=2, threads=64, resident=128, batch=2, prefetch=1, sums_cluster=2)
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: hints)
     target = replace(TARGETS["subgroups"], arch="sm_90", max_cluster=8, max_shared_bytes=232448)
     spec = CATALOGUE[op]
     assert spec.gradient is not None
@@ -246,7 +245,7 @@ def test_workgroups_that_add_up_their_sums(op: str, dtype: str, monkeypatch: pyt
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
 @pytest.mark.parametrize(("columns", "dtype"), [(1024, "bf16"), (304, "f16"), (40, "bf16"), (64, "f32")])
 def test_how_partial_sums_lie(op: str, columns: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums in halves are the same to the last bit; columns that no thread has eight of lie in their order."""
+    """Deinterleaved sums have the same bits; parts of fewer than eight columns stay in order."""
     spec = CATALOGUE[op]
     assert spec.gradient is not None
     case = fused_cases.Case(op, (37, columns), dtype)
@@ -277,8 +276,8 @@ def test_how_partial_sums_lie(op: str, columns: int, dtype: str, monkeypatch: py
 
 @pytest.mark.parametrize(("units", "lanes"), [(5, 32), (5, 4), (24, 4)])
 def test_sums_of_columns_that_know_how_many_there_are(units: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many workgroups as a GPU has at a time: no number is read, also where the last threads have fewer rows, or
-    all come back for more. Of fewer, the number is read, so that there is no kernel for each."""
+    """The number of workgroups is compiled in if it is what the GPU holds at a time, also if the last threads have
+    fewer rows, or all loop. A smaller number is a parameter, so that not every number needs a kernel."""
     target = replace(TARGETS["subgroups"], compute_units=units)
     replace_records(
         monkeypatch,
@@ -307,8 +306,8 @@ def test_sums_of_columns_that_know_how_many_there_are(units: int, lanes: int, mo
     ids=["few columns each", "rows at once"],
 )
 def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workgroups that share a row, and more of them for the sums of columns than those leave rows; subgroups that meet
-    once, and weights that are drawn early."""
+    """Workgroups that share a row, more of them with sums of columns than there are rows; softmax with one exchange and
+    early drawn dropout."""
     monkeypatch.setattr(row_shapes, "_norm_hints", lambda *_: forward)
     monkeypatch.setattr(row_shapes, "overlap_threads", lambda _: forward.threads)
     choice = softmax_plan._Choice(forward, one_exchange=True, early_draw="masks")
@@ -325,7 +324,7 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "way",
+    "hints",
     [
         SumTuning(
             parts=4, threads=96, widest=512, resident=96, prefetch=2, columns="resident", cluster=4, cluster_exchange=2
@@ -346,15 +345,15 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
 )
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
-def test_rows_that_are_exchanged_by_mail(op: str, dtype: str, way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows over clusters, some of which are whole zeros, so that numbers are zero; more rows than there are places."""
-    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: way)
+def test_rows_exchanged_in_clusters(op: str, dtype: str, hints: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows over clusters, some of them all zero, so that exchanged values are zero; more rows than slots."""
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: hints)
     target = replace(TARGETS["subgroups"], arch="sm_90", max_cluster=8, max_shared_bytes=232448, compute_units=18)
-    case = fused_cases.Case(op, (23, 4096 if way.parts > 1 else 2048), dtype)
+    case = fused_cases.Case(op, (23, 4096 if hints.parts > 1 else 2048), dtype)
     gradient, backward = fused_cases.kept_gradient(case, lambda spec, call: run(spec, call, target))
     plan = gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target)
     shape = plan.steps[0].config.shape
-    assert shape.cluster_exchange == 2 and shape.cluster == way.cluster and shape.slots > 1
+    assert shape.cluster_exchange == 2 and shape.cluster == hints.cluster and shape.slots > 1
     assert plan.steps[0].scalars["partials"] * shape.cluster == plan.steps[0].grid[0] <= 18
     expected = fused_cases.right(gradient, backward)
     fused_cases.judge(backward, run(gradient, backward, target), expected, gradient=True)
@@ -362,8 +361,8 @@ def test_rows_that_are_exchanged_by_mail(op: str, dtype: str, way: SumTuning, mo
 
 @pytest.mark.parametrize("columns", [1024, 4096, 9216])
 def test_softmax_as_on_hopper(columns: int) -> None:
-    """Weights that are drawn early, subgroups that meet once, later rows that are fetched: more rows than a device has
-    at a time, and fewer in the last block."""
+    """Early drawn dropout, one exchange, and fetches of later rows, with more rows than a wave has and a partial last
+    block."""
     spec, target = CATALOGUE["softmax_dropout"], replace(TARGETS["subgroups"], max_cluster=8, compute_units=1)
     case = fused_cases.Case("softmax_dropout", (1, 3 if columns > 4096 else 9, columns), "bf16", {"dropout_p": 0.3})
     arrays = fused_cases.operands(case)
@@ -377,8 +376,8 @@ def test_softmax_as_on_hopper(columns: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_gradients_of_long_rows_mask_what_comes(dtype: str, causal: bool) -> None:
-    """On Hopper, with numbers of each row kept: what comes for weights that were dropped, or do not count, is nothing,
-    Inf and NaN included, and what comes for others stays as narrow as it is."""
+    """On Hopper, with saved statistics: gradients of weights that are dropped or do not count are zero, even for Inf
+    and NaN; the others stay narrow."""
     spec, target = CATALOGUE["softmax_dropout"], replace(TARGETS["subgroups"], max_cluster=8, compute_units=1)
     assert spec.gradient is not None
     case = fused_cases.Case("softmax_dropout", (2, 3, 9216), dtype, {"dropout_p": 0.3, "causal": causal})
@@ -401,7 +400,7 @@ def test_gradients_of_long_rows_mask_what_comes(dtype: str, causal: bool) -> Non
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("chance", [1e-9, 0.3, 0.75, 1.0])
 def test_weights_that_are_drawn_early(early: str, dtype: str, chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However they wait; with heads of which rows are no power of two, and scores that do not count."""
+    """As words or masks; with heads of other numbers of rows than powers of two, and scores that do not count."""
     monkeypatch.setattr(softmax_plan, "_choose", lambda *_: softmax_plan._Choice(early_draw=early, small=True))
     spec, target = CATALOGUE["softmax_dropout"], TARGETS["subgroups"]
     case = fused_cases.Case("softmax_dropout", (3, 5, 1024), dtype, {"dropout_p": chance, "causal": True})
@@ -416,7 +415,7 @@ def test_weights_that_are_drawn_early(early: str, dtype: str, chance: float, mon
 
 
 def test_subgroups_that_meet_once_forward() -> None:
-    """The same rows as below, in half precision, where the forward kernel has such subgroups."""
+    """Rows as in the next test, in half precision, for which the forward kernel exchanges once."""
     spec, target = CATALOGUE["softmax_dropout"], replace(TARGETS["subgroups"], max_cluster=8, compute_units=1)
     x = np.random.default_rng(0).standard_normal((4, 9216)).astype(np.float16)
     x[0] += np.repeat([300.0, -300.0, 0.0], 3072).astype(np.float16)
@@ -432,7 +431,7 @@ def test_subgroups_that_meet_once_forward() -> None:
 
 @pytest.mark.parametrize("target", ["subgroups", "narrow"])
 def test_subgroups_that_meet_once(target: str) -> None:
-    """Softmax of rows whose columns differ by more than exponentials can, or do not count, for one subgroup or all."""
+    """Rows whose scores differ by more than the range of exponentials, or do not count, in one subgroup or in all."""
     spec = CATALOGUE["softmax_dropout"]
     assert spec.gradient is not None
     rng = np.random.default_rng(0)

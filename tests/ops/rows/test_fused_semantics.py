@@ -44,7 +44,7 @@ def test_layer_normalization() -> None:
 @pytest.mark.parametrize("rotary", [8, 4])
 def test_rotary_embedding(interleaved: bool, rotary: int) -> None:
     """RotaryEmbedding-23 on [batch, heads, seq, head]: caches of [positions, rotary / 2], taken at position_ids; the
-    first ``rotary`` columns turn, the rest stays."""
+    first ``rotary`` columns are rotated."""
     batch, heads, seq, dim = 2, 3, 4, 8
     x, angles = made(batch, heads, seq, dim), made(10, rotary // 2)
     ids = np.random.default_rng(0).integers(0, 10, (batch, seq))

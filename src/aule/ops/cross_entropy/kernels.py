@@ -25,7 +25,6 @@ NAN = float("nan")
 class CrossEntropyConfig(RowConfig):
     """Configuration of a cross entropy kernel; operands say what else it does."""
 
-    name: str
     smooth: bool = False
 
 
@@ -44,7 +43,7 @@ class _Targets:
 
 def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
     """Trace the forward kernel: ``most``, ``above`` and the row's loss, ``loss`` or ``row_loss``."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     logits, targets = k.array("logits"), k.array("target")
     losses = k.array("loss" if config.has("loss") else "row_loss", "write")
@@ -72,10 +71,10 @@ def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
                 share, smoothing, inverse = (k.number(n) for n in ("picked_share", "smoothing", "inverse_length"))
                 loss = loss.map(lambda d, m, n, s: d * share + ((m - n) - s * inverse) * smoothing, most, origin, *sums)
             loss = loss.map(lambda d, a: d + a, above)
-            loss = loss.map(lambda x, inside: b.select(inside, x, b.const(NAN, k.work)), given.inside)
-            rows.put(losses, loss.map(lambda x, counts: b.select(counts, x, b.const(0.0, k.work)), given.counts))
-            rows.put(largest, most.map(lambda x, counts: b.select(counts, x, b.const(0.0, k.work)), given.counts))
-            rows.put(sums_above, above.map(lambda x, counts: b.select(counts, x, _ignored(k)), given.counts))
+            loss = _where(k, given.inside, loss, NAN)
+            rows.put(losses, _where(k, given.counts, loss, 0.0))
+            rows.put(largest, _where(k, given.counts, most, 0.0))
+            rows.put(sums_above, _where(k, given.counts, above, -lowest(k.work)))
 
         def skip() -> None:
             rows.put(losses, rows.per_row(lambda _: b.const(0.0, k.work)))
@@ -84,14 +83,13 @@ def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
 
         _skip_ignored(k, given, compute, skip)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> KernelIR:
     """Trace the backward kernel: ``dlogits`` from ``most``, ``above`` and the gradient of the row's loss: ``dloss``,
     times ``scale`` if given."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     dlosses, logits, targets = (k.array(name) for name in ("dloss", "logits", "target"))
     saved = [k.array(name) for name in ("most", "above")]
@@ -112,8 +110,7 @@ def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> 
             slope = rows.per_row(lambda row: b.cast(b.load(dlosses.buffer, dlosses.start(row)), k.work))
             if scale is not None:
                 slope = slope.map(lambda s: s * b.load(scale, 0))
-            slope = slope.map(lambda s, inside: b.select(inside, s, b.const(NAN, k.work)), given.inside)
-            slope = slope.map(lambda s, counts: b.select(counts, s, b.const(0.0, k.work)), given.counts)
+            slope = _where(k, given.counts, _where(k, given.inside, slope, NAN), 0.0)
             hot = slope.map(lambda s: s * picked_share)
 
             def write(p: Part) -> None:
@@ -132,14 +129,13 @@ def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> 
 
         _skip_ignored(k, given, compute, skip)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_reduction(config: CrossEntropyConfig, target: Target) -> KernelIR:
     """Trace the reduction over rows, which are the columns of its only row: ``loss`` from ``row_loss``, with ``above``
     divided by the number of rows that count; or ``scale``, one over that number."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     arrays = {name: k.array(name) for name in ("row_loss", "above") if config.has(name)}
     result = k.array("loss" if config.has("loss") else "scale", "write")
@@ -162,8 +158,7 @@ def build_reduction(config: CrossEntropyConfig, target: Target) -> KernelIR:
             value = value.map(lambda x, n: x / n, found[-1])
         rows.put(result, value)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def _skip_ignored(k: RowKernel, given: _Targets, compute: Callable[[], None], skip: Callable[[], None]) -> None:
@@ -175,6 +170,11 @@ def _skip_ignored(k: RowKernel, given: _Targets, compute: Callable[[], None], sk
         compute()
     with k.b.else_():
         skip()
+
+
+def _where(k: RowKernel, flags: PerRow, values: PerRow, otherwise: float) -> PerRow:
+    """Each row's value, or ``otherwise`` where its flag is false."""
+    return values.map(lambda x, flag: k.b.select(flag, x, k.b.const(otherwise, k.work)), flags)
 
 
 def _along(k: RowKernel, array: RowArray, column: Value) -> Value:

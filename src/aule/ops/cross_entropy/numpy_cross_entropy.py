@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aule.ops.cross_entropy.problem import CrossEntropyProblem
-
-Array = npt.NDArray[Any]
+from aule.ops.shared.elements import Array
 
 
 def cross_entropy(

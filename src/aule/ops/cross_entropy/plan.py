@@ -44,6 +44,8 @@ def plan_cross_entropy_gradient(problem: CrossEntropyProblem, views: Mapping[str
 
 def _over_rows(problem: CrossEntropyProblem, views: Mapping[str, TensorView], target: Target) -> tuple[Step, ...]:
     """The launch over rows, if there are any."""
+    if not problem.rows:
+        return ()
     backward = "dlogits" in views
     name = "cross_entropy_backward" if backward else "cross_entropy"
     rows = {n: _as_rows(view, problem) for n, view in views.items()}
@@ -51,8 +53,6 @@ def _over_rows(problem: CrossEntropyProblem, views: Mapping[str, TensorView], ta
     width = min(view_width(views[n]) for n in ("logits", "dlogits") if n in views)
     shape, passes = _shape(problem, width, target)
     grid = row_grid(name, shape, problem.rows, target)
-    if not grid[0]:
-        return ()
     config = CrossEntropyConfig(
         name=name,
         smooth=problem.label_smoothing > 0.0,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.ops.rows.checks import check_devices, check_floats, check_rows, check_shape
+from aule.ops.rows.problem import RowProblem
 from aule.ops.shared.checks import checked_choice, checked_flag, number_or_nan
+from aule.ops.shared.elements import Array
 from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView, contiguous_strides
 
@@ -22,7 +22,7 @@ STATISTICS = ("most", "above")
 
 
 @dataclass(frozen=True)
-class CrossEntropyProblem:
+class CrossEntropyProblem(RowProblem):
     """``lse(logits) - logits[target]`` of each row along the last axis of ``shape``, as PyTorch's cross_entropy.
 
     With smoothing the target has ``1 - label_smoothing`` of the weight and all columns share the rest. Rows whose
@@ -30,29 +30,14 @@ class CrossEntropyProblem:
     loss, and so its gradient, has the dtype computed in; otherwise the logits' dtype.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     ignore_index: int
     label_smoothing: float
     reduction: Reduction
     wide: bool
 
     @property
-    def length(self) -> int:
-        return self.shape[-1]
-
-    @property
-    def work(self) -> str:
-        """The dtype computed in."""
-        return "f64" if self.dtype == "f64" else "f32"
-
-    @property
     def loss_dtype(self) -> str:
         return self.work if self.wide else self.dtype
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.shape[:-1])
 
     @property
     def loss_shape(self) -> tuple[int, ...]:
@@ -102,7 +87,7 @@ def bind_cross_entropy(
     return Call(problem, views, {name: known[name] for name in wanted})
 
 
-def check_targets(op: str, problem: CrossEntropyProblem, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def check_targets(op: str, problem: CrossEntropyProblem, arrays: Mapping[str, Array]) -> None:
     """Check that targets in host memory are columns."""
     target = arrays["target"]
     wrong = ((target < 0) | (target >= problem.length)) & (target != problem.ignore_index)

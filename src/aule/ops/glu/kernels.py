@@ -21,14 +21,13 @@ TANH_SATURATED = 1000.0
 class GluConfig(RowConfig):
     """Configuration of a gated unit's kernel; with ``packed``, ``gate`` and its gradient hold both gate and up."""
 
-    name: str
     activation: Activation
     packed: bool
 
 
 def build_glu(config: GluConfig, target: Target) -> KernelIR:
     """Trace the forward kernel."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     gates, y_array = k.array("gate"), k.array("y", "write")
     ups = gates if config.packed else k.array("up")
@@ -43,13 +42,12 @@ def build_glu(config: GluConfig, target: Target) -> KernelIR:
 
         passes.each(write)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_glu_gradient(config: GluConfig, target: Target) -> KernelIR:
     """Trace the backward kernel."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     dys, gates = k.array("dy"), k.array("gate")
     ups = gates if config.packed else k.array("up")
@@ -72,8 +70,7 @@ def build_glu_gradient(config: GluConfig, target: Target) -> KernelIR:
 
         passes.each(write)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def activated(b: Builder, activation: Activation, x: Value) -> Value:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aule.ops.glu.kernels import TANH_CUBE, TANH_FACTOR, TANH_SATURATED
 from aule.ops.glu.problem import Activation, GluProblem
+from aule.ops.shared.elements import Array
 
-Array = npt.NDArray[Any]
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,7 +20,9 @@ _NAMES = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 
 def plan_glu(problem: GluProblem, views: Mapping[str, TensorView], target: Target) -> Plan:
     """Plan a gated unit (``gate``, ``y`` and, unless packed, ``up``) or its gradient (``dy``, ``dgate``, ``dup``)."""
-    count, length = math.prod(problem.shape[:-1]), problem.length
+    if not problem.rows:
+        return Plan(())
+    count, length = problem.rows, problem.length
     row = tuning.number(target, "glu.row")
     if count * length % row == 0 and all(view.strides == contiguous_strides(problem.shape) for view in views.values()):
         # Elements are independent: rows of one length serve all shapes, and spread a single long row over a device.
@@ -34,8 +35,6 @@ def plan_glu(problem: GluProblem, views: Mapping[str, TensorView], target: Targe
     shape, passes = choose_rows(target, problem.dtype, length, width, count, NO_SUMS, hints)
     name, backward = _NAMES[problem.activation], "dy" in views
     grid = row_grid(name, shape, count, target)
-    if not grid[0]:
-        return Plan(())
     config = GluConfig(
         name=f"{name}_backward" if backward else name,
         activation=problem.activation,

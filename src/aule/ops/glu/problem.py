@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from aule.errors import InvalidShapeError
 from aule.ops.rows.checks import check_floats, check_rows, check_shape
+from aule.ops.rows.problem import RowProblem
 from aule.ops.shared.checks import checked_choice
 from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView
@@ -16,20 +17,14 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
-class GluProblem:
+class GluProblem(RowProblem):
     """``activation(gate) * up``, element by element; ``shape`` is the result's.
 
     With ``packed`` one array holds both along its last axis: gate, then up.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     activation: Activation
     packed: bool
-
-    @property
-    def length(self) -> int:
-        return self.shape[-1]
 
 
 def bind_glu(op: str, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...]) -> Call:

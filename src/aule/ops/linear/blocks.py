@@ -32,15 +32,9 @@ def choose_blocks(
 ) -> Blocks:
     """Tiles for a product of ``sizes`` m, n and k: the largest that fit and leave no unit without one.
 
-    Parameters
-    ----------
-    aligned : bool
-        Both factors can be loaded in full runs: elements loaded one by one take so many registers that only a small
-        tile fits beside them.
-    plain : bool
-        Factors are multiplied as they are stored.
-    packed : bool
-        Another launch packs the right factor.
+    ``aligned`` factors can be loaded in full runs; loaded one by one, elements take so many registers that only a small
+    tile fits beside them. ``plain`` factors are multiplied as they are stored. With ``packed`` another launch packs the
+    right factor.
     """
     m, n, k = sizes
     if target.host:
@@ -58,11 +52,8 @@ def choose_blocks(
         tiles += [FragmentBlocks(**record.use["shape"]) for record in tuning.matching(target, "linear.fragment", facts)]
         assert target.matrix_layout is not None
         tiles = [replace(blocks, lanes=1 << len(target.matrix_layout.lane_rows)) for blocks in tiles]
-        fitting = [
-            blocks
-            for blocks in tiles
-            if model.fits(target, blocks.threads, 2 * blocks.shared_elements(left_depth_major, right_depth_major))
-        ]
+        majors = left_depth_major, right_depth_major
+        fitting = [x for x in tiles if model.fits(target, x.threads, 2 * x.shared_elements(*majors))]
         for blocks in fitting:
             if -(-m // blocks.rows) * -(-n // blocks.cols) >= target.compute_units or blocks is fitting[-1]:
                 return blocks
@@ -81,9 +72,8 @@ def _plain_tiles(
 ) -> Iterator[FragmentBlocks]:
     """Tiles for plain factors that are loaded through registers, if a product has full tiles.
 
-    With direct tiles the left factor is loaded straight into registers, after a launch that puts it in the order of
-    fragments: ``sharing`` tiles must share a row for that launch to pay. Lines are runs of 128 bytes, of stored rows
-    that run along the depth.
+    Direct tiles need a launch that puts the left factor into the order of fragments, which pays if ``sharing`` tiles
+    share a row. Lines are runs of 128 bytes, of stored rows that run along the depth.
     """
     m, n, k = sizes
     for record in tuning.matching(target, "linear.direct", {}):
@@ -94,12 +84,8 @@ def _plain_tiles(
             yield tile
     for record in tuning.matching(target, "linear.lines", {}):
         lines = FragmentBlocks(**record.use["shape"])
-        if (
-            k % lines.depth == 0
-            and m >= lines.rows
-            and n >= lines.cols
-            and not (left_depth_major and right_depth_major)
-        ):
+        full = k % lines.depth == 0 and m >= lines.rows and n >= lines.cols
+        if full and not (left_depth_major and right_depth_major):
             yield lines
 
 
@@ -109,15 +95,15 @@ def steps_rows(target: Target) -> bool:
 
 
 def normalises_before(target: Target, blocks: Blocks, others: int) -> bool:
-    """Whether rows are normalised by a launch of their own, into a workspace. A product would normalise each of them
-    once for every tile along the result's other side, of ``others`` numbers."""
+    """Whether a launch of its own normalises rows into a workspace. A product would normalise each row once for every
+    tile along the result's other side, of ``others`` numbers."""
     if isinstance(blocks, FragmentBlocks):
         return bool(tuning.number(target, "linear.normalise_first", rows=blocks.rows, others=others))
     return isinstance(blocks, WarpgroupBlocks)
 
 
 def packs(target: Target, m: int) -> bool:
-    """Whether a right factor is packed once for all tasks: on CPUs, if several would pack it."""
+    """Whether one launch packs the right factor for all tasks: on CPUs, if several would pack it."""
     return target.host and m > tuning.use(target, "linear.cpu.packed")["rows"]
 
 

@@ -56,18 +56,10 @@ class FactorConfig:
 
 @dataclass(frozen=True)
 class FragmentBlocks:
-    """Tiles of a product on matrix units.
+    """Tiles of a product on matrix units: ``rows`` × ``cols`` of the result, in steps of ``depth`` along the sum.
 
-    Attributes
-    ----------
-    rows, cols, depth : int
-        The result's tile of a workgroup, and a step along the summed dimension.
-    down, along : int
-        Subgroups of a workgroup down the rows and along the columns of the tile.
-    stages : int
-        Steps in shared memory at a time.
-    group : int
-        Tiles above each other that are computed at the same time, so that caches keep what they share.
+    A workgroup has ``down`` × ``along`` subgroups, and ``stages`` steps in shared memory at a time. Groups of ``group``
+    tiles above each other are computed at the same time, so that caches hold what they share.
     """
 
     rows: int
@@ -139,8 +131,7 @@ class WarpgroupBlocks:
 
 @dataclass(frozen=True)
 class VectorBlocks:
-    """Tiles of a product on a CPU: the result's tile of a task, and the part of the summed dimension for which both
-    factors are packed."""
+    """Tiles of a product on a CPU: a task's tile, and the part of the summed dimension that is packed at a time."""
 
     rows: int
     cols: int
@@ -153,18 +144,10 @@ Blocks = FragmentBlocks | WarpgroupBlocks | SimtShape | VectorBlocks
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """``out[i, j] = sum over k of left[i, k] * right[j, k] + bias[j]``.
+    """``out[i, j] = sum over k of left[i, k] * right[j, k] + bias[j]``, summed in the dtype ``work``.
 
-    Attributes
-    ----------
-    work : str
-        The dtype summed in.
-    full_steps : bool
-        The summed dimension has full steps only.
-    packed : bool
-        On a CPU: another kernel has packed the right factor, panel by panel.
-    runs : bool
-        The result can be stored in full runs.
+    With ``full_steps`` the summed dimension has full steps only; with ``runs`` the result can be stored in full runs.
+    ``packed``, on a CPU: another kernel has packed the right factor, panel by panel.
     """
 
     name: str

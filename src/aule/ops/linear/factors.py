@@ -61,12 +61,8 @@ class FactorRow:
 class Factor:
     """A factor of a product, as the elements of its stored rows.
 
-    Parameters
-    ----------
-    outer, summed : Value
-        Its rows or columns of the result, and the length of the summed dimension.
-    full_steps : bool
-        The summed dimension needs no bounds.
+    It has ``outer`` rows or columns of the result, and ``summed`` elements along the summed dimension, which needs no
+    bounds with ``full_steps``.
     """
 
     def __init__(
@@ -106,14 +102,12 @@ class Factor:
         return FactorRow(start, scale, b.fma(-mean, scale, shift))
 
     def row_start(self, row: Value) -> Value:
-        """Where a row begins, or the last one for rows past it."""
         return self.stored.start(self._existing(row))
 
     def _existing(self, row: Value) -> Value:
         return self.b.min(row, self.rows - 1) if self._rows_bounded else row
 
     def load(self, row: FactorRow, col: Value, width: int) -> Value:
-        """Elements of a row."""
         return self.stored.load(row.start, col, width, self._bound)
 
     def affine(self, col: Value, width: int) -> list[Value | None]:
@@ -152,13 +146,8 @@ class Factor:
 
 class RegisterPanel:
     """A factor's steps in the registers of a workgroup: each thread loads some runs of ``width`` elements of a step's
-    ``rows`` × ``cols``, and later asks for their `value`.
-
-    Parameters
-    ----------
-    first : Value
-        The first row or column of the result that the step belongs to.
-    """
+    ``rows`` × ``cols``, and later asks for their `value`. The steps are for rows or columns of the result from
+    ``first`` on."""
 
     def __init__(
         self, factor: Factor, thread: Value, threads: int, rows: int, cols: int, width: int, first: Value
@@ -214,7 +203,6 @@ class RegisterPanel:
         self.raw[i].value = factor.load(at, col, self.width)
 
     def fetch_all(self, start: Value) -> None:
-        """Start to load all runs of the step that begins at ``start``."""
         for i in range(self.count):
             self.fetch(i, start)
 

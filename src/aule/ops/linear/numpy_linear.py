@@ -1,17 +1,15 @@
-"""A linear layer behind a normalisation and its gradient in NumPy: the reference for float64."""
+"""A linear layer after a normalisation, and its gradient, in NumPy: the reference for float64."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.norm.numpy_norm import norm, norm_gradient
+from aule.ops.shared.elements import Array
 
-Array = npt.NDArray[Any]
 _NORM = {"x": "x", "weight_norm": "weight", "bias_norm": "bias"}
 """Our names of the normalisation's operands, and the names it uses itself."""
 

@@ -1,7 +1,4 @@
-"""Packing of factors for a CPU's vectors, and the kernel that packs one factor for all tasks.
-
-Every row of tiles needs all of the right factor, and would otherwise transpose it again.
-"""
+"""Packing of factors for a CPU's vectors, and the kernel that packs the right factor once for all rows of tiles."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class FactorPacker:
     """Packs parts of factors in memory, as numbers of the type computed in or as pairs of bf16.
 
     A part of the right factor is packed piece by piece, since a piece's vectors are read for many rows: side by side
-    they stay in the first-level cache. A tile's width apart they would share a few of its sets.
+    they stay in the first-level cache. At the distance of a tile's width they would share a few of its sets.
     """
 
     def __init__(self, b: Builder, blocks: VectorBlocks, work: str, dtype: str, target: Target) -> None:

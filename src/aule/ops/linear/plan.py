@@ -1,4 +1,4 @@
-"""From a linear layer behind a normalisation to the launches that compute it. Pure."""
+"""From a linear layer after a normalisation to the launches that compute it. Pure."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def plan_layer_norm_linear_gradient(
     inner = {"weight_norm": "weight", "bias_norm": "bias"}
     wanted = {"dx": "dx", **{f"d{ours}": f"d{theirs}" for ours, theirs in inner.items()}}
     if any(name in views for name in wanted):
-        work = "f64" if problem.dtype == "f64" else "f32"
-        normal = TensorView(work, problem.shape, contiguous_strides(problem.shape), "device", None)
+        normal = TensorView(problem.work, problem.shape, contiguous_strides(problem.shape), "device", None)
         left, right = FactorView("dy", dy), FactorView("weight", views["weight"], depth_major=True)
         product = product_step("linear_backward", problem.dtype, left, right, ("dnormal", normal), target)
         steps += _packed(product, target, workspace)
@@ -99,8 +98,8 @@ def plan_layer_norm_linear_gradient(
 
 
 def _packed(product: Step, target: Target, workspace: dict[str, int], source: Step | None = None) -> tuple[Step, ...]:
-    """A product, after the launch that packs one of its factors for all tasks, if there is one; a left factor is taken
-    from the product ``source``, if given."""
+    """A product, after the launch that packs one of its factors, if it needs one. ``source`` is the product whose left
+    factor is packed, by default this one."""
     config: ProductConfig = product.config
     blocks = config.blocks
     if isinstance(blocks, DirectBlocks):
@@ -138,8 +137,7 @@ def _in_fragments(
 
 
 def _normalised_rows(problem: LayerNormLinearProblem) -> FactorView:
-    """The normalised rows, in a workspace. A product that normalised them itself would do so once for every tile along
-    the other side, beside matrix units that leave little room for it."""
+    """The normalised rows, in a workspace (`normalises_before`)."""
     view = TensorView(problem.dtype, problem.shape, contiguous_strides(problem.shape), "device", None)
     return FactorView("normalised", view)
 

@@ -1,8 +1,7 @@
-"""LayerNormLinearProblem: a linear layer behind a normalisation, and the check of a call."""
+"""LayerNormLinearProblem: a linear layer after a normalisation, and the check of a call."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,30 +9,20 @@ from typing import Any
 from aule.errors import InvalidShapeError
 from aule.ops.norm.problem import NormProblem, checked_eps
 from aule.ops.rows.checks import MAX_LENGTH, check_floats, check_rows, check_shape
+from aule.ops.rows.problem import RowProblem
 from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView
 
 
 @dataclass(frozen=True)
-class LayerNormLinearProblem:
+class LayerNormLinearProblem(RowProblem):
     """``y = layer_norm(x) @ weight.T + bias``; ``shape`` is the shape of ``x``, and ``y`` has ``features`` columns."""
 
-    dtype: str
-    shape: tuple[int, ...]
     features: int
     eps: float
 
     @property
-    def rows(self) -> int:
-        return math.prod(self.shape[:-1])
-
-    @property
-    def length(self) -> int:
-        return self.shape[-1]
-
-    @property
     def norm(self) -> NormProblem:
-        """The normalisation before the linear layer."""
         return NormProblem(self.dtype, self.shape, self.eps, center=True)
 
 

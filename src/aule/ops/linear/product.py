@@ -137,7 +137,7 @@ def build_product(config: ProductConfig, target: Target) -> KernelIR:
 
 
 def _tile(blocks: Blocks) -> tuple[int, int, int]:
-    """Rows, columns and depth of a step."""
+    """Rows and columns of a tile, and depth of a step."""
     if not isinstance(blocks, SimtShape):
         return blocks.rows, blocks.cols, blocks.depth
     return blocks.block_q, blocks.block_kv, blocks.chunk_k

@@ -1,5 +1,4 @@
-"""A product on matrix units whose left factor is loaded straight into registers: for devices without asynchronous
-copies.
+"""A product on matrix units whose left factor goes straight into registers, for devices without asynchronous copies.
 
 The left factor is in the order of fragments (`aule.ops.linear.pack_fragments`): a lane loads the 16 bytes that are its
 part of one, and subgroups that share rows find them in the first-level cache. So only the right factor takes time on
@@ -16,9 +15,10 @@ from aule.ir import Value, Var
 from aule.ir.types import i32
 from aule.ops.linear.config import DirectBlocks, ProductConfig
 from aule.ops.linear.pack_fragments import BLOCKS, LANES, PANEL, RUNS, left_fragment
-from aule.ops.linear.product_fragment import FragmentProduct, assign_vars, read_vars
+from aule.ops.linear.product_fragment import FragmentProduct
 from aule.ops.linear.product_lines import LineFactor
 from aule.target import Target
+from aule.tile.common.variables import assign_vars, read_vars
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.shape import RUN
 

@@ -1,9 +1,9 @@
-"""A product on matrix units.
+"""A product on matrix units, through stages in shared memory.
 
 Steps along the summed dimension are in a ring of stages in shared memory. A factor that needs no change is copied there
 asynchronously, some steps ahead. One that is normalised or unaligned goes through registers: between the products of a
-step, each of a thread's runs for the next step is stored and that for the one after is loaded. So loads have a whole
-step's time, and arithmetic overlaps with the matrix units.
+step, each of a thread's runs for the next step is stored and that for the one after is loaded. So loads have the time
+of an entire step, and arithmetic overlaps with the matrix units.
 """
 
 from __future__ import annotations
@@ -11,28 +11,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
-from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import f32, i32, i64
 from aule.ops.linear.config import FragmentBlocks, ProductConfig
 from aule.ops.linear.factors import Factor, RegisterPanel
 from aule.ops.linear.results import store_tile, tile_of
 from aule.ops.shared.parameters import Parameters
 from aule.target import Target
+from aule.tile.common.variables import assign_vars, read_vars
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile
 from aule.tile.fragment.shape import RUN, FragmentShape
-
-
-def read_vars(variables: Iterable[Sequence[Var]]) -> list[list[Value]]:
-    """The values of variables, row by row."""
-    return [[variable.value for variable in row] for row in variables]
-
-
-def assign_vars(variables: Sequence[Sequence[Var]], values: Sequence[Sequence[Value]]) -> None:
-    """Assign values to variables, row by row."""
-    for row, new in zip(variables, values, strict=True):
-        for variable, value in zip(row, new, strict=True):
-            variable.value = value
 
 
 class FragmentProduct:
@@ -53,14 +42,10 @@ class FragmentProduct:
         self.row0, self.col0 = tile_of(b, self.m, self.n, blocks.rows, blocks.cols, blocks.group)
         self.sub_row = (self.engine.subgroup // blocks.along) * (blocks.rows // blocks.down)
         self.sub_col = (self.engine.subgroup % blocks.along) * (blocks.cols // blocks.along)
-        self.memory = b.shared(
-            "stages",
-            self.engine.elem,
-            blocks.shared_elements(config.left.depth_major, config.right.depth_major),
-        )
+        elements = blocks.shared_elements(config.left.depth_major, config.right.depth_major)
+        self.memory = b.shared("stages", self.engine.elem, elements)
 
     def build(self) -> KernelIR:
-        """Trace the kernel."""
         self.run()
         return self.b.finish()
 
@@ -68,7 +53,6 @@ class FragmentProduct:
     def run(self) -> None: ...
 
     def tile(self) -> FragmentTile:
-        """The subgroup's accumulators."""
         return self.engine.tile(self.blocks.rows // self.blocks.down, self.blocks.cols // self.blocks.along)
 
     def multiply(self, sums: list[list[Value]], left: Sequence[Value], right: Iterable[Value]) -> None:
@@ -80,7 +64,6 @@ class FragmentProduct:
     def store(
         self, tile: FragmentTile, stores_row: Callable[[Value], Value], stores_col: Callable[[Value], Value]
     ) -> None:
-        """Store the subgroup's tile."""
         first = self.row0 + self.sub_row, self.col0 + self.sub_col
         store_tile(self.p, self.config, tile, first, stores_row, stores_col)
 
@@ -97,7 +80,6 @@ class StagedFactor:
         self.copied = engine.copies and factor.stored.config.aligned and factor.plain
 
     def at(self, stage: Value) -> Value:
-        """Where a stage begins."""
         return stage * self.size + self.start
 
     def copy(self, step: Value, stage: Value) -> None:

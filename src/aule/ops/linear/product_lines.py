@@ -1,4 +1,4 @@
-"""A product on matrix units of plain factors, through registers: for devices without asynchronous copies.
+"""A product on matrix units that loads full cache lines through registers, for devices without asynchronous copies.
 
 One step along the summed dimension is in shared memory, as long as a cache line, so that rows are loaded in full lines.
 While it is multiplied, the next one is loaded; it waits in registers until all have read this one, and is then stored
@@ -15,26 +15,19 @@ from aule.ir import Value
 from aule.ir.types import i32
 from aule.ops.linear.config import FactorConfig, FragmentBlocks, ProductConfig
 from aule.ops.linear.factors import Stored
-from aule.ops.linear.product_fragment import FragmentProduct, assign_vars, read_vars
+from aule.ops.linear.product_fragment import FragmentProduct
 from aule.target import Target
 from aule.tile.common.matrix import divmod_const
+from aule.tile.common.variables import assign_vars, read_vars
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.shape import RUN
 
 
 class LineFactor:
-    """A factor on its path from memory through registers and shared memory to fragments.
+    """The left or right factor on its path from memory through registers and shared memory to fragments.
 
-    Parameters
-    ----------
-    left : bool
-        It is the left factor.
-    outer : int
-        Rows or columns of the result's tile.
-    first, own : Value
-        The first of them, and the first of this subgroup's.
-    start : int
-        Where the factor begins in shared memory.
+    The result's tile has ``outer`` rows or columns, from ``first`` on, and this subgroup those from ``own`` on. In
+    shared memory the factor begins at ``start``.
     """
 
     def __init__(

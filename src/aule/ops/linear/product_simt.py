@@ -1,5 +1,4 @@
-"""A product on the arithmetic units of any GPU, in fp32, by the simt engine's score product. Both factors are loaded
-one step ahead."""
+"""A product on any GPU, in fp32, by the simt engine's score product. Both factors are loaded one step ahead."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from aule.ops.shared.parameters import Parameters
 from aule.target import Target
 from aule.tile.common.matrix import QUAD
 from aule.tile.simt.engine import Simt
-from aule.tile.simt.register_tile import RegisterTile
 from aule.tile.simt.shape import SimtShape, wave_size
 
 _GROUP = 8
@@ -54,8 +52,7 @@ def build_product_simt(config: ProductConfig, shape: SimtShape, target: Target) 
                 for e, x in enumerate(b.unpack(value)):
                     b.store(engine.stage, at + chunk.padding.at(col) + e * chunk.padding.stride + row, x)
 
-    zero = b.const(0.0, f32)
-    tile = RegisterTile(engine, shape.rows, shape.block_kv // shape.threads_x, shape.strip(shape.block_kv), zero)
+    tile = engine.score_tile(b.const(0.0, f32))
     steps = (k + (shape.chunk_k - 1)) // shape.chunk_k
     fetch(b.const(0, i32))
     put(b.const(0, i32), b.const(0, i32))

@@ -40,7 +40,6 @@ class VectorProduct(FactorPacker):
         self.result = b.shared("result", self.work, blocks.rows * blocks.cols)
 
     def build(self) -> KernelIR:
-        """Trace the kernel."""
         b, blocks = self.b, self.blocks
         cleared = [(self.left_memory, blocks.rows * self.depth), (self.result, blocks.rows * blocks.cols)]
         if self.right is not None:

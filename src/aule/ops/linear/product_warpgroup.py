@@ -1,4 +1,4 @@
-"""A product of warpgroups.
+"""A product on matrix units by warpgroups, for factors that are multiplied as stored.
 
 Each warpgroup has 64 rows of a workgroup's tile and all its columns; both factors are in panels in a ring of stages,
 and a step's products run while the next steps are copied. A workgroup computes one tile after the other, and copies
@@ -45,7 +45,7 @@ class Cursor:
             self.row.value, self.col.value = product.place(self.number.value)
 
 
-class StagedFactor:
+class CopiedFactor:
     """A factor that is copied into the stages."""
 
     def __init__(self, product: WarpgroupProduct, factor: Factor, outer: int, start: int) -> None:
@@ -90,8 +90,8 @@ class WarpgroupProduct:
         left = Factor(p, config.left, self.m, self.k, f32, config.full_steps)
         right = Factor(p, config.right, self.n, self.k, f32, config.full_steps)
         # The right factor's stages come first.
-        self.right = StagedFactor(self, right, blocks.cols, 0)
-        self.left = StagedFactor(self, left, blocks.rows, STAGES * self.right.shape.elements)
+        self.right = CopiedFactor(self, right, blocks.cols, 0)
+        self.left = CopiedFactor(self, left, blocks.rows, STAGES * self.right.shape.elements)
         elements = self.left.shape.elements + self.right.shape.elements
         self.memory = b.shared("stages", self.engine.elem, STAGES * elements)
         self.barrier = b.shared("meeting", u64, 1)
@@ -111,12 +111,10 @@ class WarpgroupProduct:
         return row * self.blocks.rows, col * self.blocks.cols
 
     def build(self) -> KernelIR:
-        """Trace the kernel."""
         b, stage, tiles = self.b, self.stage, self.down * self.along
         cursor = Cursor(self, self.first)
 
         def copy_next(to: Value) -> None:
-            """Start the copies of the cursor's step."""
             with b.if_(cursor.number.value < tiles):
                 self.left.copy(cursor.row.value, cursor.depth.value, to)
                 self.right.copy(cursor.col.value, cursor.depth.value, to)
@@ -129,7 +127,7 @@ class WarpgroupProduct:
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
             with b.loop(0, self.k, self.blocks.depth, name="depth"):
                 now = stage.value
-                self.await_all(now)
+                b.warpgroup_await(self.barrier, 0, now & 1)  # all threads have arrived for this step
                 self.multiply(now)
                 copy_next((now + 2) & (STAGES - 1))
                 b.warpgroup_wait(1)
@@ -144,12 +142,7 @@ class WarpgroupProduct:
         self.b.warpgroup_publish()
         self.b.warpgroup_arrive(self.barrier)
 
-    def await_all(self, phase: Value) -> None:
-        """Wait until all threads have arrived in this phase of the barrier."""
-        self.b.warpgroup_await(self.barrier, 0, phase & 1)
-
     def multiply(self, stage: Value) -> None:
-        """Start a step's products."""
         b, config = self.b, self.config
         # A warpgroup's rows are 64 rows of the left factor's panel, or one panel of 64 columns.
         at = self.left.at_stage(stage) + self.engine.group * (ROWS * PANEL)
@@ -168,7 +161,6 @@ class WarpgroupProduct:
             variable.value = self.b.fragment_fill(self.engine.accumulator, 0.0)
 
     def _store(self, row0: Value, col0: Value) -> None:
-        """Add the bias and store a tile."""
         b, engine, config, out, tile = self.b, self.engine, self.config, self.out, self.tile
         values = tile.values()
         rows = [row0 + engine.subgroup * SIZE + tile.row(r) for r in range(len(values))]
@@ -177,7 +169,7 @@ class WarpgroupProduct:
             cols = [col0 + tile.col(c + i) for i in range(RUN)]
             parts = [row[c : c + RUN] for row in values]
             if config.bias is not None:
-                added = column_bias(self.p, config.bias, cols, self.n, f32, 2 if config.out.aligned else 1)
+                added = column_bias(self.p, config.bias, cols, self.n, 2 if config.out.aligned else 1)
                 parts = [[x + y for x, y in zip(part, added, strict=True)] for part in parts]
             for row, start, part in zip(rows, starts, parts, strict=True):
                 stored = self._runs(part, cols)

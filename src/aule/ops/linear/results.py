@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, Vector, f32, u32
@@ -12,17 +11,10 @@ from aule.ops.linear.factors import Stored
 from aule.ops.shared.parameters import Parameters
 from aule.tile.fragment.engine import Fragments, FragmentTile
 from aule.tile.fragment.shape import RUN
+from aule.tile.simt.register_tile import RegisterTile
 
 QUAD_LANES = 4
 """Lanes that hold a row of an accumulator, if `holds_quads`."""
-
-
-class ResultTile(Protocol):
-    """A tile of the result in registers, of a workgroup or a subgroup."""
-
-    def row(self, r: int) -> Value: ...
-    def col(self, c: int) -> Value: ...
-    def values(self) -> list[list[Value]]: ...
 
 
 def tile_of(b: Builder, m: Value, n: Value, rows: int, cols: int, group: int) -> tuple[Value, Value]:
@@ -42,12 +34,12 @@ def tile_at(b: Builder, number: Value, down: Value, along: Value, group: int) ->
     return band * group + (inside - column * b.max(height, 1)), column
 
 
-def column_bias(p: Parameters, dtype: str, cols: list[Value], n: Value, work: Scalar, run: int = 1) -> list[Value]:
+def column_bias(p: Parameters, dtype: str, cols: list[Value], n: Value, run: int = 1) -> list[Value]:
     """The bias of some columns, clamped to existing ones; each ``run`` of them are neighbours that exist together."""
     b, buffer = p.b, p.buffer("bias", SCALARS[dtype])
     start, step = p.strided("bias"), p.number("bias_col_stride", p.index)
     places = [start + b.cast(b.min(col, n - run), p.index) * step for col in cols[::run]]
-    return [b.cast(b.load(buffer, place + step * i), work) for place in places for i in range(run)]
+    return [b.cast(b.load(buffer, place + step * i), f32) for place in places for i in range(run)]
 
 
 def store_tile(
@@ -98,13 +90,13 @@ def _store_quads(
 
 
 def with_bias(
-    p: Parameters, config: ProductConfig, tile: ResultTile, first: tuple[Value, Value]
+    p: Parameters, config: ProductConfig, tile: FragmentTile | RegisterTile, first: tuple[Value, Value]
 ) -> tuple[list[list[Value]], list[Value]]:
     """A tile's values with the bias added, and their columns."""
     values = tile.values()
     cols = [first[1] + tile.col(c) for c in range(len(values[0]))]
     if config.bias is not None:
-        added = column_bias(p, config.bias, cols, p.number("n"), f32)
+        added = column_bias(p, config.bias, cols, p.number("n"))
         values = [[x + y for x, y in zip(row, added, strict=True)] for row in values]
     return values, cols
 

@@ -1,4 +1,4 @@
-"""A linear layer behind a normalisation, for the catalogue."""
+"""A linear layer after a normalisation, for the catalogue."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from aule.view import TensorView
 
 def statistics_step(problem: NormProblem, x: TensorView, target: Target) -> Step:
     """The launch over the rows of ``x``, which stores three values per row in ``statistics``."""
-    return norm_step("row_statistics", problem, {"x": x}, target, build_statistics)[0]
+    return norm_step("row_statistics", problem, {"x": x}, target, build_statistics)
 
 
 def build_statistics(config: NormConfig, target: Target) -> KernelIR:
     """Trace the kernel: all means, then all scales, then all shifts, for ``(x - mean) * scale + shift``."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     rows = k.rows
     x_array = k.array("x")
     mean, scale, shift = (k.statistic(number, "write") for number in range(3))
@@ -33,5 +33,4 @@ def build_statistics(config: NormConfig, target: Target) -> KernelIR:
         rows.put(scale, found.scale)
         rows.put(shift, found.mean_rest.map(lambda s, r: -s * r, found.scale))
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)

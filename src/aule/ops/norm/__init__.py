@@ -1,1 +1,1 @@
-"""Normalisation of rows: RMSNorm and LayerNorm, alone and behind the addition of a residual."""
+"""Normalisation of rows: RMSNorm and LayerNorm, alone and after the addition of a residual."""

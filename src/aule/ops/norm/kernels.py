@@ -28,21 +28,17 @@ ExtraTerm = Callable[[Part, Value], Term]
 class NormConfig(RowConfig):
     """Configuration of a normalisation kernel; operands say what else it does.
 
-    Attributes
-    ----------
-    moments : bool
-        Mean and variance of a row come from one exchange, if possible: rows have 16-bit elements, whose own rounding
-        exceeds the digits lost when the mean is rounded.
+    With ``moments`` one exchange gives mean and variance of a row, if possible: for 16-bit elements, whose own rounding
+    exceeds the digits lost when the mean is rounded.
     """
 
-    name: str
     center: bool
     moments: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Normalised:
-    """Statistics of rows, and rows on the way to mean square one.
+    """Statistics of rows, and rows that are centred but not scaled.
 
     Attributes
     ----------
@@ -55,7 +51,7 @@ class Normalised:
     mean_rest : PerRow or None
         The mean of ``rough``.
     scale : PerRow
-        The factor that makes their mean square one.
+        The factor that makes the mean square of rows one.
     sums : list of PerRow
         Sums of the extra terms.
     """
@@ -158,7 +154,7 @@ def _squares(b: Builder, values: list[Value]) -> Value:
 
 def build_norm(config: NormConfig, target: Target) -> KernelIR:
     """Trace the forward kernel."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     arrays = {name: k.array(name) for name in ("x", "residual") if config.has(name)}
     weight, bias = k.columns("weight"), k.columns("bias")
@@ -198,8 +194,7 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
 
         passes.each(write)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def affine(p: Part, value: Value, weight: Columns | None, bias: Columns | None) -> Value:
@@ -223,7 +218,7 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
     It recomputes the statistics, which needs no memory, unless the forward kernel saved them. The sums over rows for
     the gradients of weight and bias accumulate until the workgroup's last row.
     """
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     inverse = k.number("inverse_length")
     arrays = {name: k.array(name) for name in rows_read(name for name, _ in config.operands)}
@@ -277,6 +272,4 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
         passes.preload(weight)
     prefetch = k.prefetch(list(arrays.values()), arrays.get("h", arrays.get("x", arrays["dy"])))
     prefetches = [x for x in (saved, prefetch) if x is not None]
-    rows.run(add_up if len(arrays) == 1 else body, *prefetches)
-    k.store_sums(sums.values())
-    return k.finish()
+    return k.trace(add_up if len(arrays) == 1 else body, *prefetches, sums=sums.values())

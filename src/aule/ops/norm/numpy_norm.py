@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aule.ops.norm.problem import NormProblem
-
-Array = npt.NDArray[Any]
+from aule.ops.shared.elements import Array
 
 
 def norm(problem: NormProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:

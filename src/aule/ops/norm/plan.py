@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from aule.ir import KernelIR
@@ -38,7 +37,7 @@ from aule.target import Target
 from aule.view import TensorView
 
 _VECTORS = ("weight", "bias", "dweight", "dbias")
-"""Operands with one number per column."""
+"""Operands with one number per column; all others are rows."""
 
 
 def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> Plan:
@@ -46,22 +45,22 @@ def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Tar
     name = "layer_norm" if problem.center else "rms_norm"
     if "residual" in views:
         name = f"residual_{name}"
-    step, _ = norm_step(name, problem, views, target, build_norm)
-    return Plan((step,) if step.grid[0] else ())
+    return Plan((norm_step(name, problem, views, target, build_norm),) if problem.rows else ())
 
 
 def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> Plan:
     """Plan the gradient: ``dy``, ``x`` or ``h``, and where present ``dh``, ``weight``, ``dx``, ``dweight``,
     ``dbias``."""
+    if not problem.rows:
+        return Plan(())
     name = "layer_norm_backward" if problem.center else "rms_norm_backward"
     sums = tuple(name for name in ("dweight", "dbias") if name in views)
-    step, partials = norm_step(name, problem, views, target, build_norm_gradient, sums)
-    if not step.grid[0]:
-        return Plan(())
+    step = norm_step(name, problem, views, target, build_norm_gradient, sums)
     if not sums:
         return Plan((step,))
+    partials = int(step.scalars["partials"])
     outputs, layout = [(name, views[name]) for name in sums], step.config.sums
-    common = has_common_grid(target, step.config.shape, math.prod(problem.shape[:-1]), step.grid)
+    common = has_common_grid(target, step.config.shape, problem.rows, step.grid)
     finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, specialise=common, layout=layout)
     return Plan((step, finish), {"partial": partials * len(sums) * problem.length})
 
@@ -73,12 +72,11 @@ def norm_step(
     target: Target,
     build: Callable[[NormConfig, Target], KernelIR],
     sums: tuple[str, ...] = (),
-) -> tuple[Step, int]:
-    """The launch over rows, and how many rows of partial sums it stores."""
+) -> Step:
+    """The launch over rows; its scalar ``partials`` is the number of rows of partial sums that it stores."""
     statistics = has_statistics(views)
     views = {n: view for n, view in views.items() if n != "statistics"}
     rows = {n: view for n, view in views.items() if n not in _VECTORS}
-    count = math.prod(problem.shape[:-1])
     layout = row_layout(problem.shape, rows)
     copied = tuple(views[n].itemsize for n in rows_read(views)) if sums else ()
     columns = any(n in views for n in _VECTORS)
@@ -86,13 +84,13 @@ def norm_step(
     # A gradient reduces two values per row, in one exchange if it need not find the mean first.
     one_exchange = len(copied) > 1 and (statistics or not problem.center)
     work = Work(len(sums), columns, copied, written, problem.center, exchanged=2 if one_exchange else 0)
-    shape, passes = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
-    grid = row_grid(name, shape, count, target)
+    shape, passes = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), problem.rows, work)
+    grid = row_grid(name, shape, problem.rows, target)
     shape = mark_group_is_block(shape, grid, target)
     partials = grid[0] // max(shape.cluster, shape.sums_cluster)
     operands = row_operands(views, passes.width)
     if statistics:
-        operands = (*operands, ("statistics", RowOperand("f64" if problem.dtype == "f64" else "f32")))
+        operands = (*operands, ("statistics", RowOperand(problem.work)))
     scalars = layout.scalars | view_scalars(views)
     scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "sums": problem.length}
     dense = layout.dense(problem.length) and all(view.offset == 0 for view in views.values())
@@ -100,6 +98,7 @@ def norm_step(
     config = NormConfig(
         name=name,
         center=problem.center,
+        moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
         dtype=problem.dtype,
         shape=shape,
         passes=(passes,),
@@ -108,10 +107,9 @@ def norm_step(
         operands=operands,
         stream=streams(rows, target),
         evict_last=evicts_last(rows, target, work),
-        fused_rounding=rounds_fused(target, problem.length, work),
         awaits=overlaps_launch(target, shape),
-        moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
+        fused_rounding=rounds_fused(target, problem.length, work),
         sums=sums_layout(target, passes) if sums else "in_order",
         fixed=fixed_scalars(scalars) if dense and one_length and specialises(target, problem.length, work) else (),
     )
-    return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials}), partials
+    return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials})

@@ -8,6 +8,7 @@ from typing import Any
 
 from aule.errors import InvalidArgumentError
 from aule.ops.rows.checks import check_floats, check_rows, check_shape, check_statistics, statistics_result
+from aule.ops.rows.problem import RowProblem
 from aule.ops.shared.checks import LARGEST, number_or_nan
 from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView
@@ -17,7 +18,7 @@ STATISTICS = 3
 
 
 @dataclass(frozen=True)
-class NormProblem:
+class NormProblem(RowProblem):
     """Normalisation of rows along the last axis of ``shape``: LayerNorm with ``center``, else RMSNorm.
 
     ``y = (x - mean) / sqrt(mean((x - mean)**2) + eps) * weight + bias``, as ONNX defines LayerNormalization, and
@@ -25,14 +26,8 @@ class NormProblem:
     and a residual.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     eps: float
     center: bool
-
-    @property
-    def length(self) -> int:
-        return self.shape[-1]
 
 
 def bind_norm(

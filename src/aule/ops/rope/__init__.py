@@ -1,1 +1,1 @@
-"""Rotary position embedding, alone and behind RMSNorm."""
+"""Rotary position embedding, alone and after RMSNorm."""

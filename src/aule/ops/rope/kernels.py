@@ -19,19 +19,12 @@ from aule.tile.rows.parts import Columns, Part, PerRow, Source
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig(RowConfig):
-    """Configuration of a rotation's kernel.
+    """Configuration of a rotation's kernel; with ``inverse`` and ``norm``, of the gradient of norm and rotation.
 
-    Attributes
-    ----------
-    ids : str or None
-        The dtype of ``position_ids``, if that is an operand.
-    inverse, norm : bool
-        As in `RopeProblem`; with both, the gradient of norm and rotation.
-    copies : bool
-        Columns that are not rotated are written as well.
+    ``ids`` is the dtype of ``position_ids``, if that is an operand. With ``copies`` columns that are not rotated are
+    written as well.
     """
 
-    name: str
     interleaved: bool
     ids: str | None
     inverse: bool
@@ -44,14 +37,14 @@ class _Kernel:
 
     def __init__(self, config: RopeConfig, target: Target) -> None:
         self.config = config
-        self.k = RowKernel(config.name, config, target)
+        self.k = RowKernel(config, target)
         self.pairs = self.k.passes
         self.rest = self.k.all_passes[1] if len(self.k.all_passes) > 1 else None
         self.tables = [self.k.array(name) for name in ("cos", "sin")]
         self.weight = self.k.columns("weight")
 
     def load_angles(self) -> None:
-        """Find the angles of this thread's rows."""
+        """Start to load the angles of this thread's rows."""
         k, b, row = self.k, self.k.b, self.k.rows.numbers[0]
         if self.config.ids is None:
             starts = [table.start(row) for table in self.tables]
@@ -73,20 +66,20 @@ class _Kernel:
         self.pairs.preload(self.cos, self.sin)
 
     def rotated(self, p: Part, first: Value, second: Value) -> tuple[Value, Value]:
-        """A pair rotated by the angles of its position; backwards in the gradient."""
+        """A pair rotated by the angles of its position, or back in the gradient."""
         cos, sin = p[self.cos], p[self.sin]
         if self.config.inverse:
             return first * cos + second * sin, second * cos - first * sin
         return first * cos - second * sin, second * cos + first * sin
 
     def behind_pairs(self, source: Source) -> Source:
-        """The columns behind the pairs."""
+        """The columns after the pairs."""
         rows = self.k.rows
         shift = self.pairs.length * 2
         return Source(source.array, tuple(rows.shifted(source.array, start, shift) for start in source.starts))
 
     def weights(self) -> tuple[Pairs | None, Columns | None]:
-        """The norm's weights for the pairs, and for the columns behind them."""
+        """The norm's weights for the pairs, and for the columns after them."""
         if self.weight is None:
             return None, None
         rows, start = self.k.rows, self.weight.start
@@ -136,8 +129,7 @@ def build_rope(config: RopeConfig, target: Target) -> KernelIR:
         if rest is not None and config.copies:
             rest.each(pass_on)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
@@ -207,6 +199,4 @@ def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
         if rest is not None:
             rest.each(write_rest, sums_rest)
 
-    rows.run(body)
-    k.store_sums((*sums, *sums_rest))
-    return k.finish()
+    return k.trace(body, sums=(*sums, *sums_rest))

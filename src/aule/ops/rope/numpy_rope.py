@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aule.ops.norm.numpy_norm import norm, norm_gradient
 from aule.ops.norm.problem import NormProblem
 from aule.ops.rope.problem import RopeProblem
-
-Array = npt.NDArray[Any]
+from aule.ops.shared.elements import Array
 
 
 def rope(problem: RopeProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:

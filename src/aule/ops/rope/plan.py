@@ -18,7 +18,6 @@ from aule.ops.rows.layout import (
     mark_group_is_block,
     overlaps_launch,
     row_grid,
-    specialises_heads,
     streams,
 )
 from aule.ops.rows.views import (
@@ -41,8 +40,7 @@ _ROWS = ("x", "y", "dy", "dx")
 def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Target) -> Plan:
     """Plan a rotation: ``x`` and ``y``, or ``dy`` and ``dx``, and ``cos``, ``sin``, and where present
     ``position_ids`` and ``weight``; for the gradient of a norm also ``x`` and ``dweight``."""
-    count = math.prod(problem.shape[:-1])
-    if count == 0:
+    if not problem.rows:
         return Plan(())
     sums, norm = "dweight" in views, problem.eps is not None
     rows = {name: view for name, view in views.items() if name in _ROWS}
@@ -52,18 +50,18 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     most = 1 if sums else tuning.number(target, "rope.heads", norm=norm)
     heads, layout = _heads_last(problem, views, most)
     loops = sums or target.host
-    shape = replace(shape, batch=heads, loops=loops, exact=count % (shape.slots * heads) == 0)
+    shape = replace(shape, batch=heads, loops=loops, exact=problem.rows % (shape.slots * heads) == 0)
     ranges = [_cut(problem.pairs, passes, shape.threads)]
     if problem.rest and not (problem.inplace and not norm):
         ranges.append(_cut(problem.rest, passes, shape.threads))
     name = "rms_norm_rope" if norm else "rope"
-    grid = row_grid(name, shape, count, target)
+    grid = row_grid(name, shape, problem.rows, target)
     shape = mark_group_is_block(shape, grid, target)
     partials = grid[0]
     ids = views.get("position_ids")
     scalars = layout.scalars | view_scalars(views) | {"length": problem.pairs, "length1": problem.rest}
     scalars |= {"inverse_length": 1.0 / problem.length, "sums": problem.length}
-    fixed = ids is None and _positions_first(problem, views, layout) and specialises_heads(target)
+    fixed = ids is None and _positions_first(problem, views, layout) and tuning.number(target, "rope.specialised")
     config = RopeConfig(
         name=f"{name}_backward" if problem.inverse else name,
         interleaved=problem.interleaved,
@@ -77,9 +75,9 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         axes=len(layout.sizes),
         index64=needs_index64(views.values(), partials * problem.length),
         operands=row_operands({n: view for n, view in views.items() if n != "position_ids"}, passes.width),
+        stream=streams(rows, target) and not problem.inplace,  # in place, the row is in the cache already
         evict_last=evict_last,
         awaits=overlaps_launch(target, shape),
-        stream=streams(rows, target) and not problem.inplace,  # in place, the row is in the cache already
         fixed=fixed_scalars(scalars) if fixed else (),
     )
     scalars |= {"eps": problem.eps or 0.0, "partials": partials, "positions": problem.positions}
@@ -91,7 +89,7 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         return Plan((step,))
     outputs = [("dweight", views["dweight"])]
     pairs = problem.pairs if problem.interleaved else 0
-    common = has_common_grid(target, shape, count, grid)
+    common = has_common_grid(target, shape, problem.rows, grid)
     finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs, common)
     return Plan((step, finish), {"partial": partials * problem.length})
 
@@ -99,11 +97,11 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
 def _shape(
     problem: RopeProblem, rows: Mapping[str, TensorView], sums: bool, evict_last: bool, target: Target
 ) -> tuple[RowShape, PassShape]:
-    """How rows, or their longer range of columns, are laid out over threads."""
+    """The layout of the longer of a row's two ranges of columns: pairs, and the rest."""
     width = min(view_width(view, math.gcd(problem.pairs, problem.rest)) for view in rows.values())
-    longest, count = max(problem.pairs, problem.rest), math.prod(problem.shape[:-1])
+    longest = max(problem.pairs, problem.rest)
     # As for sums even if there are none: one part each of many arrays.
-    shape, passes = choose_rows(target, problem.dtype, longest, width, count, Work(sums=1))
+    shape, passes = choose_rows(target, problem.dtype, longest, width, problem.rows, Work(sums=1))
     if target.host:
         passes = replace(passes, unroll=tuning.use(target, "rope.cpu")["unroll"])
     if problem.eps is not None and not sums:
@@ -127,7 +125,7 @@ def _positions_first(problem: RopeProblem, views: Mapping[str, TensorView], layo
 def _cut(columns: int, passes: PassShape, threads: int) -> PassShape:
     """The shape ``passes`` for another number of columns."""
     if not passes.parts:
-        return replace(passes, tail=columns % passes.width)
+        return replace(passes, rest=columns % passes.width)
     pieces = -(-columns // passes.width)
     return replace(passes, parts=-(-pieces // threads), ragged=pieces % threads != 0)
 

@@ -9,6 +9,7 @@ from typing import Any
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.norm.problem import checked_eps
 from aule.ops.rows.checks import check_devices, check_floats, check_rows, check_shape, checked_broadcast
+from aule.ops.rows.problem import RowProblem
 from aule.ops.shared.checks import checked_flag, checked_integer
 from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView, broadcast, every_nth, packed_strides
@@ -17,35 +18,23 @@ _ONE_EACH = "it has one row for each position, or one for each position of each 
 
 
 @dataclass(frozen=True)
-class RopeProblem:
+class RopeProblem(RowProblem):
     """Rotation of pairs of columns by one angle per pair and position.
 
     ``(a, b) -> (a * cos - b * sin, b * cos + a * sin)``, as ONNX defines RotaryEmbedding. A pair is columns ``i`` and
     ``i + pairs``, or with ``interleaved`` columns ``2i`` and ``2i + 1``; columns from ``2 * pairs`` on are unchanged.
-    With ``inverse`` the angles are negative: that is the gradient.
+    With ``inverse`` the angles are negative: that is the gradient. With ``inplace`` the result overwrites ``x``.
 
-    Attributes
-    ----------
-    positions : int
-        Rows of the tables, if ``position_ids`` is given; else 0.
-    eps : float or None
-        The eps of an RMSNorm before the rotation; None without one.
-    inplace : bool
-        The result overwrites ``x``.
+    With ``position_ids`` the tables have ``positions`` rows, which is else 0. ``eps`` is that of an RMSNorm before the
+    rotation; None without one.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     pairs: int
     interleaved: bool
     positions: int
     inverse: bool
     eps: float | None
     inplace: bool = False
-
-    @property
-    def length(self) -> int:
-        return self.shape[-1]
 
     @property
     def rest(self) -> int:

@@ -13,12 +13,12 @@ from aule.tile.vector.engine import work_type
 from aule.view import TensorView, broadcast, contiguous_strides
 
 MAX_LENGTH = 1 << 30
-"""Columns of a row, so that sums of two of them stay below 2**31."""
+"""Most columns of a row: the sum of two column numbers stays below 2**31."""
 
 
 def check_floats(op: str, main: str, views: Mapping[str, TensorView], alike: Iterable[str] = ()) -> None:
-    """Check that all are floats on one device: those in ``alike`` of the dtype of ``main``, others no wider than
-    float32 unless it is float64."""
+    """Check that all arrays are floats on one device: those in ``alike`` have the dtype of ``main``, and none is
+    float64 unless ``main`` is."""
     first = views[main]
     for name, view in views.items():
         if view.dtype not in FLOAT_DTYPES:
@@ -37,7 +37,7 @@ def check_floats(op: str, main: str, views: Mapping[str, TensorView], alike: Ite
 
 
 def check_devices(op: str, main: str, views: Mapping[str, TensorView]) -> None:
-    """Check that all are on one device."""
+    """Check that all arrays are on the device of ``main``."""
     home = views[main].device
     for name, view in views.items():
         if view.device != home:

@@ -37,12 +37,13 @@ class ColumnSumConfig:
     at_once : int
         Rows that a thread loads before it adds any.
     pairs : bool
-        Columns come as the first ones of all pairs, the second ones, and the rest; pairs become neighbours.
+        Partial sums hold the first columns of all pairs, then the second ones, then the rest; results hold columns in
+        order, with pairs side by side.
     deinterleaved : bool
-        Columns come deinterleaved (`aule.tile.rows.column_sums.SumsLayout`).
+        Partial sums are deinterleaved (`aule.tile.rows.column_sums.SumsLayout`).
     awaits : bool
-        The kernel begins while the launch before ends, and waits for it. That launch is an ordinary one on the same
-        stream, so when it is over, so is everything before it.
+        The kernel starts while the launch before it ends, and waits for it. That launch is an ordinary one on the same
+        stream, so when it has ended, so has everything before it.
     fixed : tuple of (str, int or float)
         Scalars compiled into the kernel (`Parameters`).
     """
@@ -74,14 +75,8 @@ def column_sum_step(
 ) -> Step:
     """Add up ``partials`` rows of ``length`` sums for each output.
 
-    Parameters
-    ----------
-    pairs : int
-        Pairs of columns that are stored apart and become neighbours.
-    specialise : bool
-        Most calls have as many rows, so a kernel for this number pays.
-    layout : str
-        How the partial sums are laid out.
+    Partial sums have this ``layout``; ``pairs`` pairs of columns are stored as in `ColumnSumConfig.pairs`. With
+    ``specialise`` the numbers are compiled in, since most calls have as many partial sums.
     """
     columns, lanes, width, vectors, together = _shape(dtype, length, len(outputs), target, pairs > 0)
     numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}

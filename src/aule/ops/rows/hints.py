@@ -1,4 +1,4 @@
-"""The fields by which rows are laid out over a GPU's threads, and what they depend on."""
+"""Tuned numbers for the layout of rows over a GPU's threads, and the facts about a kernel that select them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class RowTuning:
     Attributes
     ----------
     parts : int
-        Parts of 16 bytes that a thread preferably has of a row.
+        Preferred number of 16-byte parts of a row per thread.
     most : int
-        Columns of a row that a thread may hold in registers.
+        Most columns of a row that a thread holds in registers.
     threads : int
-        Fewest threads of a workgroup, where rows are short.
+        Fewest threads of a workgroup, if rows are short.
     columns : str
-        When arrays of columns are read, as in `PassShape`.
+        When arrays with one number per column are loaded, as in `PassShape`.
     cluster : int
         Workgroups that share a row, if they can: more small ones fit a compute unit, and some load while others
         compute.
     registers : int
-        Most registers of a thread, where the language can say so; 0 leaves it to the compiler.
+        Register limit per thread, as in `RowShape`.
     in_shared : bool
-        Rows are copied past the registers, as in `RowShape`, if they can be.
+        Rows are copied to shared memory, as in `RowShape`, if possible.
     narrow : bool
         Registers hold elements in their own type, as in `PassShape`.
     reload : bool
@@ -47,23 +47,23 @@ class RowTuning:
 
 @dataclass(frozen=True)
 class SumTuning(RowTuning):
-    """Numbers for kernels with sums of columns, which stay in registers, too.
+    """Numbers for kernels that also hold sums of columns in registers.
 
     Attributes
     ----------
     batch : int
-        Rows that a thread takes at once, where that leaves enough blocks.
+        Rows that a thread processes at once, if enough blocks remain.
     widest : int
         Most threads of a row, as long as they can hold it: fewer leave room for a second workgroup, and have more
         registers each, which sums of long rows need.
     resident : int
-        Threads of each compute unit: workgroups take one block of rows after the other.
+        Resident threads per compute unit; their workgroups loop over blocks of rows.
     prefetch : int
-        Blocks of rows that are prefetched, as far as shared memory has the room.
+        Blocks of rows that are prefetched, if shared memory has room.
     prefetch_to : str
-        Where to, as in `RowShape`.
+        Where they go, as in `RowShape`.
     sums_cluster : int
-        2 if two workgroups combine their sums of columns, as in `RowShape`, where they can and all have rows.
+        2 if two workgroups combine their sums of columns, as in `RowShape`, if possible.
     cluster_exchange : int
         Values of a row that workgroups of a cluster exchange, as in `RowShape`.
     """
@@ -86,11 +86,11 @@ class Work:
     Attributes
     ----------
     sums : int
-        For each column, over all rows.
+        Sums per column, over all rows.
     columns : bool
-        Arrays of one number for each column are read, or sums made.
+        Arrays with one number per column are read or written.
     copied : tuple of int
-        Bytes of an element of each array of rows that is read, if they may be prefetched.
+        Element sizes in bytes of the arrays of rows that are read, if they may be prefetched.
     written : int
         Arrays of rows that are written.
     centred : bool

@@ -1,8 +1,8 @@
-"""RowKernel: what kernels over rows share while they are traced."""
+"""RowConfig and RowKernel: what all kernels over rows have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
@@ -22,7 +22,7 @@ from aule.tile.rows.column_sums import (
 from aule.tile.rows.engine import Rows
 from aule.tile.rows.parts import Columns, RowArray
 from aule.tile.rows.passes import Passes
-from aule.tile.rows.prefetch import RowPrefetch
+from aule.tile.rows.prefetch import BlockPrefetch, RowPrefetch
 from aule.tile.rows.prefetch_registers import RegisterPrefetch, StagedPrefetch
 from aule.tile.rows.prefetch_shared import SharedPrefetch
 from aule.tile.rows.shape import PassShape, RowShape
@@ -44,7 +44,7 @@ class RowConfig:
     stream : bool
         Stores of rows bypass the caches.
     evict_last : bool
-        The second-level cache evicts rows that are read after everything else.
+        Rows that are read are the last that the second-level cache evicts.
     fused_rounding : bool
         Results are rounded by a fused operation (`KernelIR.arithmetic`).
     fixed : tuple of (str, int or float)
@@ -52,9 +52,10 @@ class RowConfig:
     sums : str
         Layout of partial sums of columns in memory.
     awaits : bool
-        The kernel begins while the launch before ends, waits for it, and lets the next launch do so.
+        The kernel starts while the launch before it ends, waits for it, and lets the next launch do so.
     """
 
+    name: str
     dtype: str
     shape: RowShape
     passes: tuple[PassShape, ...]
@@ -75,17 +76,14 @@ class RowConfig:
 class RowKernel:
     """A kernel over rows while it is traced: its parameters, rows and passes.
 
-    Attributes
-    ----------
-    all_passes : list of Passes
-        Passes over each range of columns; ``passes`` is the first.
+    ``all_passes`` are the passes over each range of columns; ``passes`` is the first.
     """
 
-    def __init__(self, name: str, config: RowConfig, target: Target) -> None:
+    def __init__(self, config: RowConfig, target: Target) -> None:
         self.config = config
         shape = config.shape
         self.b = Builder(
-            name,
+            config.name,
             shape.workgroup,
             max_registers=shape.registers,
             cluster=max(shape.cluster, shape.sums_cluster),
@@ -160,7 +158,7 @@ class RowKernel:
 
         return RowArray(buffer, start, None, not self.cpu)  # the width of a part divides a row
 
-    def store_sums(self, sums: Collection[ColumnSums]) -> None:
+    def _store_sums(self, sums: Collection[ColumnSums]) -> None:
         """Store sums of columns; the launch that adds them up may begin."""
         if sums:
             self.b.launch_next()
@@ -195,6 +193,11 @@ class RowKernel:
             known = self._axes[id(row)] = (row, [rest, *reversed(found)])
         return known[1]
 
-    def finish(self) -> KernelIR:
+    def trace(
+        self, body: Callable[[], None], *prefetches: BlockPrefetch, sums: Collection[ColumnSums] = ()
+    ) -> KernelIR:
+        """Trace ``body`` for the rows of a workgroup, then store ``sums`` of columns."""
+        self.rows.run(body, *prefetches)
+        self._store_sums(sums)
         self.rows.finish()
         return self.b.finish()

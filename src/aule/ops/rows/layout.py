@@ -1,4 +1,4 @@
-"""How rows lie over a device: which threads have what of them, and how many workgroups there are."""
+"""Layout of rows over a device: threads of a row, columns of a thread, workgroups of a launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from aule import tuning
 from aule.ir.types import SCALARS, f32
-from aule.ops.rows.column_sum_layout import choose_sums
 from aule.ops.rows.hints import NO_SUMS, RowTuning, SumTuning, Work
 from aule.ops.shared.plan import grid_of
 from aule.target import Target
@@ -22,9 +21,9 @@ from aule.tuning.family import GENERIC
 from aule.view import TensorView
 
 _ROW_SUMS = 5
-"""Numbers for each row that kernels with sums of columns exchange, at most."""
+"""Most values per row that kernels with sums of columns exchange."""
 _RESERVED = 1024
-"""Bytes of shared memory that a driver may take of each workgroup's."""
+"""Bytes of each workgroup's shared memory that a driver may take."""
 
 
 def choose_rows(
@@ -36,8 +35,8 @@ def choose_rows(
     work: Work = NO_SUMS,
     hints: RowTuning | None = None,
 ) -> tuple[RowShape, PassShape]:
-    """How rows of ``length`` columns, of which ``width`` can be loaded together, are laid out over a device's threads.
-    ``hints`` replace the usual ones in kernels without sums of columns on GPUs."""
+    """The layout of rows of ``length`` columns, of which ``width`` can be loaded together. ``hints`` replace the usual
+    ones in GPU kernels without sums of columns."""
     if target.host:
         return _choose_cpu_rows(target, dtype, length, rows, work)
     size = SCALARS[dtype].bytes
@@ -45,7 +44,7 @@ def choose_rows(
     if not work.sums:
         if hints is None:
             norm = work.columns or work.written > 1
-            hints = _norm_hints(target, length, rows, work, narrow) if norm else usual_rows(target)
+            hints = _norm_hints(target, length, rows, work, narrow) if norm else RowTuning(**tuning.use(target, "rows"))
         full = width * size == COPIED_BYTES and length * size + 2 * _RESERVED <= target.max_shared_bytes
         hints = replace(hints, in_shared=hints.in_shared and full and narrow, narrow=hints.narrow and narrow)
         return _over_cluster(target, length, width, rows, hints)
@@ -67,7 +66,7 @@ def choose_rows(
         resident = min(resident, target.max_shared_bytes // (rest + 2 * block))  # with one block ahead at least
         prefetch = min(prefetch, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
     if summing.cluster_exchange and not (shape.cluster_exchange and prefetch):
-        # A cluster's threads would not have as much each, or no room.
+        # A cluster's threads would have unequal shares of a row, or no room.
         return choose_rows(target, dtype, length, width, rows, replace(work, exchanged=0))
     if not prefetch:
         return _over_threads(target, length, width, rows, usual_sums())
@@ -77,27 +76,35 @@ def choose_rows(
 
 
 def _can_combine_sums(target: Target, dtype: str, rows: int, shape: RowShape, passes: PassShape, work: Work) -> bool:
-    """Whether workgroups can add up their sums of columns in the shared memory through which rows have come, and all
-    of them have rows."""
+    """Whether workgroups can add up their sums of columns in the memory of prefetched rows, and all have rows."""
     size = work_type(SCALARS[dtype]).bytes
     pieces = passes.parts * passes.width * size // COPIED_BYTES
     room = (shape.prefetch + 1) * shape.batch * min(work.copied) >= size and work.sums <= len(work.copied)
-    alike = (
-        shape.prefetch_to == "shared" and shape.slots == 1 and not passes.ragged and pieces % shape.sums_cluster == 0
-    )
-    groups = shape.resident * model.units(target)
-    return (
-        size == 4 and shape.sums_cluster == 2 <= target.max_cluster and alike and room and rows >= shape.block * groups
-    )
+    alike = shape.slots == 1 and not passes.ragged and pieces % shape.sums_cluster == 0
+    enough = rows >= shape.block * shape.resident * model.units(target)
+    paired = size == 4 and shape.sums_cluster == 2 <= target.max_cluster and shape.prefetch_to == "shared"
+    return paired and alike and room and enough
 
 
-def usual_rows(target: Target) -> RowTuning:
-    """The hints for rows of which nothing special is known."""
-    return RowTuning(**tuning.use(target, "rows"))
+def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTuning:
+    """The hints for kernels with sums of columns, which are gradients of norms."""
+    facts = {
+        "length": length,
+        "sums": work.sums,
+        "arrays": len(work.copied),
+        "mixed": len(set(work.copied)) > 1,
+        "bytes": max(work.copied, default=0),
+        "exchanged": work.exchanged,
+        "rows": rows,
+        "rows_per_unit": rows // model.units(target),
+        "cluster": target.max_cluster,
+        "copies": target.async_copies,
+    }
+    return SumTuning(**tuning.use(target, "rows.sums", **facts))
 
 
 def usual_sums() -> SumTuning:
-    """The hints where rows with sums of columns are loaded when their turn comes."""
+    """The hints for kernels with sums of columns that prefetch nothing."""
     return SumTuning(**tuning.family_records(GENERIC, "rows.sums")[-1].use)
 
 
@@ -117,14 +124,14 @@ def _norm_facts(target: Target, length: int, work: Work, rows: int = 0, narrow: 
 
 
 def _norm_hints(target: Target, length: int, rows: int, work: Work, narrow: bool) -> RowTuning:
-    """The hints for norms, forward."""
+    """The hints for forward norms."""
     facts = _norm_facts(target, length, work, rows, narrow)
     threads = tuning.number(target, "rows.norm.threads", **facts)
     return RowTuning(threads=threads, **tuning.use(target, "rows.norm", **facts))
 
 
 def has_moments(target: Target, dtype: str, length: int, work: Work = NO_SUMS) -> bool:
-    """Whether mean and squares of rows come from one exchange: on GPUs, of 16-bit numbers."""
+    """Whether one exchange gives mean and squares of rows: on GPUs, for 16-bit elements."""
     faster = tuning.number(target, "rows.norm.moments", **_norm_facts(target, length, work))
     return not target.host and SCALARS[dtype].bytes == 2 and faster
 
@@ -135,7 +142,7 @@ def rounds_fused(target: Target, length: int, work: Work = NO_SUMS) -> bool:
 
 
 def _over_threads(target: Target, length: int, width: int, rows: int, hints: RowTuning) -> tuple[RowShape, PassShape]:
-    """Rows over the threads of a GPU."""
+    """The layout over the threads of one workgroup."""
     pieces, sums = -(-length // width), isinstance(hints, SumTuning)
     best = max(8 // width, 1) * hints.parts
     smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
@@ -149,7 +156,7 @@ def _over_threads(target: Target, length: int, width: int, rows: int, hints: Row
     if smallest < threads <= 2 * smallest and pieces * width <= hints.most * smallest and not sums:
         threads = smallest  # no barriers
     elif max(smallest, hints.threads // 2) < threads <= smallest * smallest:
-        # Whole subgroups are enough, as long as one can read what all of them leave (`Rows`).
+        # Full subgroups are enough, as long as the lanes of one can read the results of all (`RowReductions`).
         each = max(best, -(-pieces // most))
         threads = -(-pieces // each // smallest) * smallest
     slots = max(min(hints.threads, most) // threads, 1)
@@ -170,27 +177,27 @@ def _over_threads(target: Target, length: int, width: int, rows: int, hints: Row
 
 
 def _over_cluster(target: Target, length: int, width: int, rows: int, hints: RowTuning) -> tuple[RowShape, PassShape]:
-    """Rows over the threads of several workgroups, if all have as much of a row."""
+    """The layout over a cluster of workgroups, if each gets an equal share of a row; else over one workgroup."""
     cluster, most = hints.cluster, target.subgroup_size * target.subgroup_size
     cluster_exchange = hints.cluster_exchange if isinstance(hints, SumTuning) else 0
     if 1 < cluster <= target.max_cluster and length % (width * cluster) == 0:
         shape, passes = _over_threads(target, length // cluster, width, rows, hints)
-        most //= cluster * max(cluster_exchange, 1)  # of a row's numbers from everyone each lane of a subgroup has one
+        most //= cluster * max(cluster_exchange, 1)  # each lane receives one value of one subgroup
         even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most
         if even and (cluster_exchange or shape.slots == 1) and passes.parts and not passes.ragged:
             return replace(shape, cluster=cluster, cluster_exchange=cluster_exchange), passes
     if cluster > 1:
-        hints = replace(hints, registers=0)  # which are for shorter parts of a row
+        hints = replace(hints, registers=0)  # the limit is for a cluster's shorter share of a row
     return _over_threads(target, length, width, rows, hints)
 
 
 def _shared_bytes(target: Target, dtype: str, shape: RowShape, passes: PassShape, work: Work) -> tuple[int, int]:
-    """Bytes of shared memory that a workgroup has in any case, and for each block of rows."""
+    """Bytes of shared memory of a workgroup: fixed ones, and those for each block of rows."""
     size = work_type(SCALARS[dtype]).bytes
     block = sum(work.copied) * passes.width * passes.parts * shape.batch * shape.workgroup
     subgroups = shape.workgroup // max(target.subgroup_size, 1)
     if shape.cluster_exchange:
-        # Of every subgroup from all that share its row; slots are combined where rows have come.
+        # Each subgroup receives from all subgroups of its row; slots are combined in the memory of prefetched rows.
         senders = shape.threads * shape.cluster // target.subgroup_size
         return _RESERVED, block + size * shape.cluster_exchange * senders * subgroups
     slots = size * shape.workgroup * passes.width if shape.slots > 1 else 0
@@ -198,8 +205,8 @@ def _shared_bytes(target: Target, dtype: str, shape: RowShape, passes: PassShape
 
 
 def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: Work) -> tuple[RowShape, PassShape]:
-    """One row at a time, which stays in the first-level cache with all that it meets; or several, if it would not and
-    what belongs to columns is loaded for all of them at once."""
+    """The layout on a CPU: one row at a time, which stays in the first-level cache; or a batch of longer rows, which
+    share the loads of arrays with one number per column."""
     limits = tuning.use(target, "rows.cpu")
     elem, sums = SCALARS[dtype], work.sums > 0
     lanes = vector_unit(target, work_type(elem)).lanes
@@ -208,12 +215,12 @@ def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: W
     batch = limits["batch"] if (sums or work.columns) and length * elem.bytes > most else 1
     scratch = next((n for n in limits["scratch"] if length <= n), 0)
     unroll = tuning.use(target, "rows.cpu.unroll")["one_row" if batch == 1 else "batch"]
-    passes = PassShape(lanes, tail=length % lanes, unroll=unroll, scratch=scratch)
+    passes = PassShape(lanes, rest=length % lanes, unroll=unroll, scratch=scratch)
     return RowShape(batch=batch, loops=True, exact=rows % batch == 0), passes
 
 
 def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, int, int]:
-    """The workgroups of a kernel."""
+    """The grid of a kernel over rows."""
     blocks = -(-rows // shape.block)
     if not shape.loops or blocks == 0:
         return grid_of(op, blocks * shape.cluster, target)
@@ -221,14 +228,14 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         return (min(blocks, model.tasks(target, rows=True)), 1, 1)
     units = model.units(target)
     if shape.cluster_exchange:
-        # Workgroups of a cluster are neighbours, and not all units have enough neighbours that are free.
+        # A cluster needs free neighbouring units, and not all units have enough of them.
         found, of = tuning.number(target, "rows.clustered_units")
         units = units * found // of
     groups = max(shape.resident * units // shape.cluster, 1)
     groups -= groups % shape.sums_cluster
     if shape.resident == 1:
-        # Even shares finish no later, and leave fewer sums. Where several workgroups share a unit, some units would
-        # have fewer.
+        # Equal shares finish no later and leave fewer partial sums. Not if several workgroups share a unit: some units
+        # would get fewer.
         even = -(-blocks // -(-blocks // groups))
         even += even % shape.sums_cluster
         least, of = tuning.number(target, "rows.even_groups")
@@ -237,50 +244,43 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
 
 
 def has_common_grid(target: Target, shape: RowShape, rows: int, grid: tuple[int, int, int]) -> bool:
-    """Whether a kernel that loops has as many workgroups as it has for other numbers of rows, or nearly so: rows do not
-    run out first. The kernel that combines their sums may then know how many there are, where that is faster: one
-    kernel for each number of columns, or up to seven where shares are made even."""
+    """Whether a kernel that loops has about as many workgroups as for other numbers of rows, since rows do not run out
+    first, and the kernel that adds up their sums is faster with that number compiled in."""
     known: bool = tuning.number(target, "rows.sums.common_grid")
     return known and -(-rows // shape.block) > grid[0] // shape.cluster
 
 
 def specialises(target: Target, length: int, work: Work) -> bool:
-    """Whether kernels over rows without gaps have strides and lengths compiled in, rather than read them."""
+    """Whether kernels over rows without gaps have strides and lengths compiled in."""
     return bool(tuning.number(target, "rows.specialised", **_norm_facts(target, length, work)))
 
 
-def specialises_heads(target: Target) -> bool:
-    """Whether rotations of heads have strides and lengths compiled in: they divide by the number of heads."""
-    return bool(tuning.number(target, "rope.specialised"))
-
-
 def sums_layout(target: Target, passes: PassShape) -> SumsLayout:
-    """How kernels leave partial sums of columns: deinterleaved where that is faster and parts allow it."""
+    """The layout of partial sums of columns: deinterleaved if that is faster and parts allow it."""
     layout: SumsLayout = tuning.number(target, "rows.sums.layout")
     return layout if passes.parts and passes.width == OCTET else "in_order"
 
 
 def mark_group_is_block(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:
-    """The shape, with whether a workgroup's number is that of its block."""
+    """The shape with ``group_is_block`` set for a grid."""
     alike = not shape.loops and shape.cluster == 1 and grid[1] == 1
     return replace(shape, group_is_block=alike and tuning.number(target, "rows.group_is_block"))
 
 
 def overlap_threads(target: Target) -> int:
-    """Threads of a workgroup from which on it begins while the launch before ends."""
+    """Fewest threads of a workgroup that starts while the launch before it ends."""
     return int(tuning.number(target, "rows.overlap_threads"))
 
 
 def overlaps_launch(target: Target, shape: RowShape) -> bool:
-    """Whether a kernel begins while the launch before ends: where workgroups are large, and do not stay."""
+    """Whether a kernel starts while the launch before it ends: if its workgroups are large and do not loop."""
     return target.overlap and not shape.loops and shape.workgroup >= overlap_threads(target)
 
 
 def streams(views: Mapping[str, TensorView], target: Target) -> bool:
-    """Whether a kernel's results bypass the caches: on CPUs, if all that it reads and writes fills them, so that the
-    next kernel would not find the results there anyway. Not if an array is so large that it is fresh memory each time,
-    which the system has cleared and so brought into the caches, nor for 16-bit numbers, whose conversion takes as
-    long."""
+    """Whether results bypass the caches: on CPUs, if a kernel's arrays fill them, so the next kernel would not find the
+    results there. Not if an array is so large that it is fresh memory each time, which the system clears and so
+    brings into the caches, nor for 16-bit elements, whose conversion takes as long."""
     if not target.host:
         return False
     limits = tuning.use(target, "rows.cpu.stream")
@@ -290,8 +290,8 @@ def streams(views: Mapping[str, TensorView], target: Target) -> bool:
 
 
 def evicts_last(views: Mapping[str, TensorView], target: Target, work: Work) -> bool:
-    """Whether what a kernel reads is the last that the second-level cache gives up: if it could not keep what is
-    written for the next kernel. Memory is faster then; cause unknown."""
+    """Whether rows that are read are evicted last from the second-level cache: if arrays are too large for results to
+    stay there for the next kernel. Memory is faster then; cause unknown."""
     least: int = tuning.number(target, "rows.evict_last_bytes", residual=work.written > 1)
     moved = sum(math.prod(view.shape) * view.itemsize for view in views.values())
     return 0 < least <= moved

@@ -59,12 +59,12 @@ def lay_out(shape: tuple[int, ...], strides: Mapping[str, Sequence[int]]) -> Row
 
 
 def row_layout(shape: tuple[int, ...], views: Mapping[str, TensorView]) -> RowLayout:
-    """The layout of the rows of some arrays of one shape."""
+    """The layout of the rows of arrays of one shape."""
     return lay_out(shape[:-1], {name: view.strides[:-1] for name, view in views.items()})
 
 
 def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
-    """Offsets, and strides of columns."""
+    """Offsets of arrays, and their strides along columns."""
     numbers: dict[str, int | float] = {}
     for name, view in views.items():
         numbers[f"{name}_offset"] = view.offset
@@ -109,17 +109,15 @@ def common_width(views: Collection[TensorView]) -> int:
     return min(width for width, size in widths if size == narrowest or width * size < 16)
 
 
-def row_operand(view: TensorView, width: int, columns: int | None = None) -> RowOperand:
-    """The operand that a view is for a kernel with parts of ``width`` columns."""
-    unit = view.strides[-1] == 1 or view.shape[-1] == 1
-    # Wider elements are loaded in pieces of 16 bytes; only the start of each matters.
-    piece = min(width, 16 // view.itemsize)
-    dtype = "u8" if view.dtype == "bool" else view.dtype
-    return RowOperand(dtype, view_width(view, columns) >= piece and width % piece == 0, unit)
-
-
 def row_operands(
     views: Mapping[str, TensorView], width: int, columns: int | None = None
 ) -> tuple[tuple[str, RowOperand], ...]:
-    """The operands that some views are, by name: for `RowConfig.operands`."""
-    return tuple((name, row_operand(view, width, columns)) for name, view in views.items())
+    """Views as operands of a kernel with parts of ``width`` columns, by name: for `RowConfig.operands`."""
+    operands = []
+    for name, view in views.items():
+        # Wider elements are loaded in pieces of 16 bytes; only the start of each matters.
+        piece = min(width, 16 // view.itemsize)
+        aligned = view_width(view, columns) >= piece and width % piece == 0
+        unit = view.strides[-1] == 1 or view.shape[-1] == 1
+        operands.append((name, RowOperand("u8" if view.dtype == "bool" else view.dtype, aligned, unit)))
+    return tuple(operands)

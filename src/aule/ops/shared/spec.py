@@ -9,11 +9,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from aule.ops.shared.elements import Array
 from aule.ops.shared.plan import Plan
 from aule.target import Target
 from aule.view import TensorView
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

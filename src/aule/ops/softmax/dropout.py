@@ -2,10 +2,9 @@
 
 Weight (row, column) of a head is kept when its 16 random bits, as a number, are at least ``2**16 * rounded_chance(p)``.
 They are number ``column & 7`` of the eight halves of Philox4x32-10 (`aule.tile.common.random`), the lower half of each
-word
-first, at counter ``(column >> 3, row, batch * heads_q + head, 0)`` with the two words of the seed, low word first, as
-key. Row and column count from the start of the problem, so tiles and schedules do not matter. Kept weights are
-multiplied by ``1 / (1 - rounded_chance(p))``; the softmax's denominator and the log-sum-exp know nothing of dropout.
+word first, at counter ``(column >> 3, row, batch * heads_q + head, 0)`` with the two words of the seed, low word first,
+as key. Row and column count from the start of the problem, so tiles and schedules do not matter. Kept weights are
+multiplied by ``1 / (1 - rounded_chance(p))``; dropout changes neither the softmax's denominator nor the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ VECTORS = 4
 
 
 def rounded_chance(p: float) -> float:
-    """The chance that 16 bits can have: ``p`` to a multiple of 2^-16. None and all are for 0 and 1 alone."""
+    """``p`` rounded to a multiple of 2^-16, the chances that 16 bits can have; 0 and 1 only if ``p`` is."""
     return p if p in (0.0, 1.0) else min(max(round(p * 65536), 1), 65535) / 65536
 
 
 def threshold(p: float) -> int:
-    """Bits in the upper half of a word that is below this are dropped, whatever its lower half holds."""
+    """A weight is dropped if the word with its bits in the upper half is below this."""
     return min(int(rounded_chance(p) * 65536), 65535) << 16
 
 
 def keep_scale(p: float) -> float:
-    """What kept weights are multiplied by, so that they are right on average. With p = 1 nothing is kept, also where
-    bits are the largest number there is."""
+    """The factor of kept weights, which preserves their mean. With p = 1 it is 0, since `threshold` keeps the largest
+    bits."""
     return 0.0 if p == 1.0 else 1.0 / (1.0 - rounded_chance(p))
 
 
@@ -47,8 +46,7 @@ def keep_scale(p: float) -> float:
 
 
 def philox_words(counter: tuple[npt.ArrayLike, ...], key: tuple[int, int]) -> list[Words]:
-    """Four words for each element that the four words of the counter broadcast to; as
-    `aule.tile.common.random.philox`."""
+    """Four random words for each element of the broadcast counter, as `aule.tile.common.random.philox`."""
     x = [np.asarray(word, np.uint64) for word in counter]
     for number in range(ROUNDS):
         k0, k1 = (np.uint64((word + step * number) & 0xFFFFFFFF) for word, step in zip(key, WEYL, strict=True))
@@ -60,7 +58,7 @@ def philox_words(counter: tuple[npt.ArrayLike, ...], key: tuple[int, int]) -> li
 
 
 def fresh_seed() -> int:
-    """A seed that nobody can guess. Not by `secrets`, whose import takes longer than all of this file's."""
+    """A random seed. Not from `secrets`, whose import takes longer than all of this file's."""
     return int.from_bytes(os.urandom(8), "little")
 
 
@@ -70,21 +68,10 @@ def seed_words(seed: int) -> Words:
 
 
 def kept(p: float, seed: Words, heads: npt.ArrayLike, rows: slice, columns: slice) -> npt.NDArray[np.bool_]:
-    """Which weights are kept.
+    """Which weights are kept: bools ``[*heads.shape, rows, columns]``.
 
-    Parameters
-    ----------
-    seed : ndarray
-        Two words, as `seed_words` gives them.
-    heads : array_like of int
-        ``batch * heads_q + head`` of each head, of any shape.
-    rows, columns : slice
-        With start and stop.
-
-    Returns
-    -------
-    ndarray of bool
-        ``[*heads.shape, rows, columns]``.
+    ``seed`` is two words (`seed_words`), ``heads`` holds ``batch * heads_q + head`` of each head, and the slices have
+    start and stop.
     """
     first = columns.start // OCTET
     octets = np.arange(first, -(-columns.stop // OCTET))
@@ -103,32 +90,29 @@ class Dropout:
     """Which weights a kernel keeps; ``seed`` is the buffer of the seed's two words, ``offset`` where it begins."""
 
     def __init__(self, b: Builder, limit: Value, seed: Value, offset: Value) -> None:
-        self.b = b
-        self.limit = limit
+        self.b, self.limit = b, limit
         self.key = (b.load(seed, offset), b.load(seed, offset + 1))
 
     def words(self, head: Value, row: Value, octet: Value) -> list[Value]:
         """The four words of the eight columns from ``8 * octet`` on, or of as many octets as a vector has lanes.
-
-        ``head`` is ``batch * heads_q + head``.
-        """
+        ``head`` is ``batch * heads_q + head``."""
         b = self.b
         return philox(b, (b.cast(octet, u32), b.cast(row, u32), b.cast(head, u32), b.const(0, u32)), self.key)
 
     def kept(self, words: list[Value]) -> Value:
-        """Whether the columns of words are kept, as a vector."""
+        """Whether the columns of `words` are kept, as a vector."""
         return self.b.vector(_upper(words)) >= self.limit
 
     def masks(self, words: list[Value]) -> Value:
         """A vector of words with ones in the halves that are kept, by arithmetic of all halves at once."""
         b = self.b
-        most = (self.limit >> 16) - 1  # that is dropped: what is more becomes 1, and then all ones
+        most = (self.limit >> 16) - 1  # the largest that is dropped; larger ones become 1, then all ones
         halves = b.max(b.bitcast(b.vector(words), Vector(u16, 2 * len(words))), b.cast(most, u16))
         ones = b.min(halves + b.cast(b.const(0, u32) - most, u16), 1)
         return b.bitcast(ones, Vector(u32, len(words))) * 0xFFFF
 
     def octet(self, head: Value, row: Value, octet: Value) -> list[Value]:
-        """Whether those eight columns are kept."""
+        """Whether each of the eight columns from ``8 * octet`` on is kept."""
         return [half >= self.limit for half in _upper(self.words(head, row, octet))]
 
     def strip(self, head: Value, row: Value, column: Value, width: int) -> list[Value]:
@@ -136,7 +120,7 @@ class Dropout:
         return [half >= self.limit for half in self.strip_halves(head, row, column, width)]
 
     def strip_halves(self, head: Value, row: Value, column: Value, width: int) -> list[Value]:
-        """Words of those columns of which the upper half counts."""
+        """A word for each column of `strip`, with its random bits in the upper half."""
         b = self.b
         words = self.words(head, row, column >> 3)
         while len(words) > max(width // 2, 1):
@@ -147,30 +131,30 @@ class Dropout:
         return halves if width > 1 else [b.select(b.ne(column & 1, 0), halves[1], halves[0])]
 
     def vectors(self, engine: Vectors, head: Value, row: Value, column: Value, scale: Value) -> list[Value]:
-        """What the weights of four vectors of columns from ``column``, a multiple of eight, are multiplied by."""
+        """The factors of weights in four vectors of columns from ``column`` on, a multiple of eight."""
         b, lanes = self.b, engine.lanes
         zero, factor = engine.const(0.0), b.splat(scale, lanes)
         return [b.select(keep, factor, zero) for keep in self.kept_vectors(head, row, column, lanes)]
 
     def kept_vectors(self, head: Value, row: Value, column: Value, lanes: int) -> list[Value]:
-        """Whether those columns are kept, as four vectors."""
+        """Whether the columns of `vectors` are kept, as four vectors."""
         b, octets = self.b, lanes * VECTORS // OCTET
         if octets == 1:
             parts = self.words(head, row, column >> 3)
         else:
             places = b.vector([b.const(i, u64) for i in range(octets)]) + b.cast(column >> 3, u64)
             words = philox(b, (places, b.cast(row, u64), b.cast(head, u64), b.const(0, u64)), self.key)
-            # Low halves of two words in turns; then twos of them.
+            # Interleave the low halves of two words, then pairs of them.
             low = [b.bitcast(word, Vector(u32, 2 * octets)) for word in words]
-            turns = tuple(i // 2 * 2 + 2 * octets * (i % 2) for i in range(2 * octets))
-            twos = [b.bitcast(b.permute(x, y, turns), Vector(u64, octets)) for x, y in (low[:2], low[2:])]
+            alternating = tuple(i // 2 * 2 + 2 * octets * (i % 2) for i in range(2 * octets))
+            pairs = [b.bitcast(b.permute(x, y, alternating), Vector(u64, octets)) for x, y in (low[:2], low[2:])]
             order = [i // 2 + octets * (i % 2) for i in range(2 * octets)]
             step = len(order) // VECTORS
-            parts = [b.permute(twos[0], twos[1], tuple(order[i : i + step])) for i in range(0, len(order), step)]
+            parts = [b.permute(pairs[0], pairs[1], tuple(order[i : i + step])) for i in range(0, len(order), step)]
         limit = b.splat(b.cast(self.limit >> 16, u16), lanes)
         return [b.bitcast(part, Vector(u16, lanes)) >= limit for part in parts]
 
 
 def _upper(words: list[Value]) -> list[Value]:
-    """Halves of words, the lower one first, as words of which the upper half counts."""
+    """A word for each half of some words, the lower one first, with that half in its upper bits."""
     return [half for word in words for half in (word << 16, word)]

@@ -59,7 +59,7 @@ class Maximum:
         return self.b.binary(self.kind, m, other)
 
     def factor(self, old: Value, new: Value) -> Value:
-        """What sums are multiplied by when the stored maximum changes."""
+        """The factor of sums when the stored maximum changes."""
         return self.b.exp2(old - new)
 
     def lead(self, score: Value, m: Value) -> Value:
@@ -67,7 +67,7 @@ class Maximum:
         return score - m
 
     def weight(self, score: Value, m: Value, scale: Value | None = None) -> Value:
-        """The element of P for a score, which ``scale`` is still to be multiplied with where it is given."""
+        """The element of P for a score, or for ``scale`` times the score."""
         b = self.b
         return b.exp2(score - m if scale is None else b.fma(score, scale, -m))
 
@@ -78,13 +78,8 @@ class Maximum:
 
 @dataclass(frozen=True)
 class NegatedMaximum(Maximum):
-    """Arithmetic with a running maximum that is stored negated, as the addend of a multiply-add.
-
-    Attributes
-    ----------
-    lift : float
-        Powers of two by which weights are to be larger than ``exp2(S - m)``.
-    """
+    """Arithmetic with a running maximum that is stored negated, as the addend of a multiply-add. Weights are ``lift``
+    powers of two larger than ``exp2(S - m)``."""
 
     kind: ClassVar[str] = "min"
     lift: float = 0.0
@@ -129,8 +124,7 @@ class SoftmaxState:
         return factor
 
     def weigh(self, scores: Sequence[Value], m: Value | None = None, scale: Value | None = None) -> list[Value]:
-        """P of some scores, whose sum is added to l. ``m`` takes the place of the state's, and scores are still to be
-        multiplied with ``scale``, where they are given."""
+        """P of some scores, times ``scale`` if given; its sum is added to l. ``m`` replaces the state's m."""
         p = [self.form.weight(s, self.m.value if m is None else m, scale) for s in scores]
         self.add(p)
         return p
@@ -140,7 +134,7 @@ class SoftmaxState:
         self.l.value = self.l.value + fold(self.form.b, "add", list(p))
 
     def merge(self, m: Value, l: Value) -> tuple[Value, Value]:
-        """Add m and l of other keys. Returns what this O and theirs are multiplied by."""
+        """Add m and l of other keys. Returns the factors of this O and of theirs."""
         form = self.form
         new = form.larger(self.m.value, m)
         own, other = form.factor(self.m.value, new), form.factor(m, new)
@@ -165,16 +159,10 @@ def follow(
     lag: float,
     rescale: Callable[[list[Value]], None],
 ) -> None:
-    """Let m of all rows follow their scores once m of some row lags too far behind.
+    """Let m of all rows follow their scores once m of some row lags too far (`SoftmaxState.lags`).
 
-    Parameters
-    ----------
-    highest : list of Value
-        The largest of this thread's scores of each row.
-    lag : float
-        As in `SoftmaxState.lags`.
-    rescale : callable
-        Multiplies the rows of O by their alphas.
+    ``highest`` are the largest of this thread's scores of each row; ``rescale`` multiplies the rows of O by their
+    alphas.
     """
     b = engine.b
     lagging = [row.lags(high, lag) for row, high in zip(rows, highest, strict=True)]
@@ -184,13 +172,13 @@ def follow(
 
 
 def merge_maxima(form: Maximum, maxima: Sequence[Value]) -> tuple[Value, list[Value]]:
-    """The maximum of several states of a row, and what their l and O are multiplied by."""
+    """The maximum of several states of a row, and the factors of their l and O."""
     new = fold(form.b, form.kind, list(maxima))
     return new, [form.factor(m, new) for m in maxima]
 
 
 def from_sink(form: Maximum, sink: Value, column: Value) -> tuple[Value, Value]:
-    """M and l of a row that has seen its sink alone, which only the thread that has column 0 of the row counts."""
+    """M and l of a row that has seen only its sink, which the thread with column 0 counts."""
     b = form.b
     sink = sink * LOG2E
     m = form.stored(b.max(sink, LOWEST))
@@ -211,7 +199,7 @@ class Denominator:
 
     @property
     def inverse(self) -> Value:
-        """What O is multiplied by."""
+        """The factor of O."""
         b = self.form.b
         return b.select(self.empty, b.const(0.0, element(self.l.type)), b.rcp(self.l))
 

@@ -33,7 +33,7 @@ class SoftmaxConfig(RowConfig):
     one_exchange : bool
         Subgroups that share a row take exponentials relative to the maximum of their own columns, and exchange once.
     early_draw : str
-        Dropout is drawn while rows are being loaded, and kept as ``words`` or as ``masks`` of the result's bits. One
+        Dropout is drawn while rows are being loaded, as random ``words`` or as ``masks`` of the result's bits. One
         instruction makes masks for two columns, if there is arithmetic of 16-bit pairs.
     fetches : bool
         Rows of later workgroups are fetched to the second-level cache.
@@ -43,7 +43,6 @@ class SoftmaxConfig(RowConfig):
         The conversion of weights is told that they are small.
     """
 
-    name: str
     mask: str | None
     causal: bool
     dropout: bool
@@ -60,7 +59,7 @@ class _Kernel:
 
     def __init__(self, config: SoftmaxConfig, target: Target) -> None:
         self.config = config
-        self.k = k = RowKernel(config.name, config, target)
+        self.k = k = RowKernel(config, target)
         self.passes = k.passes
         self.fuses = target.exact_fma  # large scores would lose digits as products that are rounded by themselves
         self.x_array = k.array("x")
@@ -170,7 +169,7 @@ class _Kernel:
     def _factor(self, m: Value) -> Value:
         """The factor of scores in the exponents of a row whose maximum is ``m``.
 
-        Its product with the maximum is rounded, by the same amount for a whole row, which cancels in the division by
+        Its product with the maximum is rounded, by the same amount in all of a row, which cancels in the division by
         the sum. For large scores (-1e30 in place of -inf) that amount would exceed the range of exponents: they take a
         power of two, which rounds nothing, or 1 if the product would overflow (finfo.min). Scores other than the
         maximum are then too far away to have weight.
@@ -180,7 +179,7 @@ class _Kernel:
         return b.select(b.abs(m) < number("near"), number("factor"), far)
 
     def _scores(self, p: Part) -> Value:
-        """Scores, -inf where a column does not count."""
+        """Scores, -inf for columns that do not count."""
         b, config = self.k.b, self.config
         x = p[self.x]
         if not config.folded:
@@ -251,19 +250,16 @@ class _Kernel:
 
     def result(self, p: Part, value: Value) -> Value:
         """A weight as it is stored: zero if dropped."""
-        b = self.k.b
-        if self.drawn is None or self.config.early_draw == "words":
-            return self._small(self.drop(p, value))
-        return self.drop_bits(p, b.cast(self._small(value), SCALARS[self.config.dtype]))
+        b, masks = self.k.b, self.config.early_draw == "masks"
+        value = value if masks else self.drop(p, value)
+        value = b.small(value) if self.config.small else value
+        return self.drop_bits(p, b.cast(value, SCALARS[self.config.dtype])) if masks else value
 
     def drop_bits(self, p: Part, value: Value) -> Value:
         """Elements in the rows' type, zero where their weights are dropped, by masks drawn early."""
         assert self.drawn is not None
         b, elem = self.k.b, SCALARS[self.config.dtype]
         return b.bitcast(b.bitcast(value, Vector(u32, OCTET // 2)) & p[self.drawn], Vector(elem, OCTET))
-
-    def _small(self, value: Value) -> Value:
-        return self.k.b.small(value) if self.config.small else value
 
     def inverse(self, total: Value) -> Value:
         """One over a sum of exponentials; zero if that is zero. NaN stays."""
@@ -276,7 +272,7 @@ class _Kernel:
 
 
 def _draw(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Value:
-    """Which columns of a part are kept: bools."""
+    """Whether each column of a part is kept."""
     b = dropout.b
     if p.group is not None and p.group[0].count == VECTORS and width > 1:
         # A vector of counters serves four vectors of columns.
@@ -335,8 +331,7 @@ def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
 
         passes.each(write)
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
@@ -387,13 +382,12 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
         less = mean.map(lambda m: -m)
         passes.each(lambda p: p.store(dx, p[powers] * b.fma(p[dp], p[factor], p[less])))
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)
 
 
 def build_gradient_of_weights(config: SoftmaxConfig, target: Target) -> KernelIR:
     """Trace the backward kernel for saved weights, negative where they were dropped: for CPUs, and rows of bf16."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     weights_array, dy_array, dx_array = k.array("weights"), k.array("dy"), k.array("dx", "write")
     scale, keep_scale = k.number("scale"), k.number("keep_scale")
@@ -418,5 +412,4 @@ def build_gradient_of_weights(config: SoftmaxConfig, target: Target) -> KernelIR
         factor = keep_scale * scale
         passes.each(lambda p: p.store(dx, b.abs(p[weights]) * b.fma(p[dp], factor, p[less])))
 
-    rows.run(body)
-    return k.finish()
+    return k.trace(body)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from aule.ops.shared.elements import Array
 from aule.ops.softmax.dropout import keep_scale, kept
 from aule.ops.softmax_dropout.problem import SoftmaxProblem
-
-Array = npt.NDArray[Any]
 
 
 def softmax(problem: SoftmaxProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
@@ -39,7 +36,7 @@ def _weights(problem: SoftmaxProblem, arrays: Mapping[str, Array]) -> tuple[Arra
     elif problem.mask is not None:
         scores = scores + arrays["mask"]
     if problem.causal:
-        last = np.arange(problem.rows)[:, None] + (problem.length - problem.rows)
+        last = np.arange(problem.head_rows)[:, None] + (problem.length - problem.head_rows)
         band = np.arange(problem.length) <= last
         counts = counts & (band if x.ndim > 1 else band[0])
     scores = np.where(counts, scores, -np.inf)
@@ -53,6 +50,6 @@ def _dropped(problem: SoftmaxProblem, arrays: Mapping[str, Array], values: Array
     if problem.dropout_p == 0.0:
         return values
     heads = np.arange(math.prod(problem.shape[:-2]))
-    places = slice(0, problem.rows), slice(0, problem.length)
+    places = slice(0, problem.head_rows), slice(0, problem.length)
     keep = kept(problem.dropout_p, arrays["seed"].view(np.uint32), heads, *places).reshape(problem.shape)
     return np.where(keep, values * values.dtype.type(keep_scale(problem.dropout_p)), 0).astype(values.dtype)

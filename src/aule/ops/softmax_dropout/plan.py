@@ -28,7 +28,7 @@ from aule.tile.vector.engine import work_type
 from aule.view import TensorView
 
 _ROUNDED = 96
-"""Largest rounding error of an exponent, the same for a whole row: a million weights of 2**96 still have a sum."""
+"""Largest rounding error of an exponent, equal in all of a row: a million weights of 2**96 still have a finite sum."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Choice:
 
 
 def _choose(problem: SoftmaxProblem, backward: bool, statistics: bool, target: Target) -> _Choice:
-    """The choice for rows of 16-bit numbers."""
+    """The choice for rows of 16-bit elements."""
     facts = {
         "backward": backward,
         "statistics": statistics,
@@ -63,8 +63,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     A gradient on a CPU that is given ``y`` sees there what was dropped, and does not draw again; with ``statistics`` it
     does not sum exponentials again; with ``weights`` it needs none of these.
     """
-    count = math.prod(problem.shape[:-1])
-    if count == 0:
+    if not problem.rows:
         return Plan(())
     backward, cpu = "dy" in views, target.host
     weights = backward and cpu and "weights" in views and SCALARS[problem.dtype].bytes == 2
@@ -81,13 +80,13 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     width = min(view_width(view) for view in rows.values())
     narrow = SCALARS[problem.dtype].bytes == 2
     choice = _choose(problem, backward, statistics, target) if narrow else _Choice(one_exchange=backward)
-    shape, passes = choose_rows(target, problem.dtype, problem.length, width, count, NO_SUMS, choice.hints)
+    shape, passes = choose_rows(target, problem.dtype, problem.length, width, problem.rows, NO_SUMS, choice.hints)
     folded = problem.scale > 0 and problem.mask in (None, "bool")
     plain = folded and problem.mask is None and not problem.causal
     draws = problem.dropout_p > 0.0 and "weights" not in views
     operands = row_operands(arrays, passes.width)
     if statistics:
-        operands = (*operands, ("statistics", RowOperand("f64" if problem.dtype == "f64" else "f32")))
+        operands = (*operands, ("statistics", RowOperand(problem.work)))
     config = SoftmaxConfig(
         name="softmax_dropout_backward" if backward else "softmax_dropout",
         mask=problem.mask,
@@ -98,7 +97,6 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         early_draw=choice.early_draw if draws and passes.parts > 0 and passes.width == OCTET else "",
         narrow=plain and narrow and not backward and passes.parts > 0 and passes.width > 1 and target.compares_pairs,
         small=choice.small and not backward,
-        awaits=choice.awaits and overlaps_launch(target, shape),
         fetches=choice.fetches and passes.parts > 0 and dict(operands)["x"].unit and target.compute_units > 0,
         dtype=problem.dtype,
         shape=shape,
@@ -108,31 +106,32 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         operands=operands,
         stream=streams(rows, target),
         evict_last=backward and evicts_last(rows, target, NO_SUMS),
+        awaits=choice.awaits and overlaps_launch(target, shape),
     )
-    # Fetched rows are those of the next round of workgroups: nearer ones would arrive too late, further ones would be
-    # evicted before their turn.
+    # Fetched rows are those of the next wave of workgroups: nearer ones would arrive too late, further ones would be
+    # evicted before use.
     later = target.compute_units * (tuning.number(target, "softmax.resident_threads") // shape.threads)
     scalars = layout.scalars | view_scalars(views) | _scalars(problem, folded) | {"later": later}
     build = build_gradient_of_weights if weights else build_softmax_gradient if backward else build_softmax
-    return Plan((Step(config, build, row_grid(config.name, shape, count, target), scalars),))
+    return Plan((Step(config, build, row_grid(config.name, shape, problem.rows, target), scalars),))
 
 
 def _scalars(problem: SoftmaxProblem, folded: bool) -> dict[str, int | float]:
     factor = problem.scale * LOG2E if folded else LOG2E
     work = work_type(SCALARS[problem.dtype])
     reach = -lowest(work) / max(factor, 2.0) / 2
-    bits = (problem.rows - 1).bit_length()
+    bits = (problem.head_rows - 1).bit_length()
     return {
         "length": problem.length,
-        "seq": problem.rows,
+        "seq": problem.head_rows,
         "scale": problem.scale,
         "factor": factor,
         "power": 2.0 ** math.floor(math.log2(factor)) if factor > 0.0 else 1.0,
         # Bounds of scores: the product with the factor is rounded by at most `_ROUNDED`; it does not overflow.
         "near": min(_ROUNDED * 2.0 ** (53 if work.bits == 64 else 24) / factor, reach) if factor > 0.0 else reach,
         "reach": reach,
-        "shift": problem.length - problem.rows,
-        "seq_factor": ((1 << 32) * ((1 << bits) - problem.rows)) // problem.rows + 1,
+        "shift": problem.length - problem.head_rows,
+        "seq_factor": ((1 << 32) * ((1 << bits) - problem.head_rows)) // problem.head_rows + 1,
         "seq_bits": bits,
         "dropout_limit": threshold(problem.dropout_p),
         "keep_scale": keep_scale(problem.dropout_p),

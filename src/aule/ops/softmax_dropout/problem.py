@@ -16,6 +16,7 @@ from aule.ops.rows.checks import (
     checked_broadcast,
     statistics_result,
 )
+from aule.ops.rows.problem import RowProblem
 from aule.ops.shared.checks import (
     FLOAT_DTYPES,
     LARGEST,
@@ -35,35 +36,25 @@ and y and recomputing weights."""
 
 
 @dataclass(frozen=True)
-class SoftmaxProblem:
+class SoftmaxProblem(RowProblem):
     """``dropout(softmax(scale * x + mask))`` along the last axis, as ONNX defines Softmax for ``axis=-1``.
 
     A row whose columns are all masked or -inf is zero. `aule.ops.softmax.dropout` says which weights are dropped:
     columns are those of ``x``, rows its last axis but one, and heads the axes before that in C order; so attention with
     the same seed drops the same weights.
 
-    Attributes
-    ----------
-    mask : str or None
-        dtype of a mask: columns count where a ``bool`` is true; floats are added.
-    causal : bool
-        Row ``i`` of n counts columns up to ``i + length - n``.
+    ``mask`` is the dtype of a mask, or None: columns count where a ``bool`` is true; floats are added. With ``causal``
+    row ``i`` of n counts columns up to ``i + length - n``.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     scale: float
     mask: str | None
     causal: bool
     dropout_p: float
 
     @property
-    def length(self) -> int:
-        return self.shape[-1]
-
-    @property
-    def rows(self) -> int:
-        """Rows of a head."""
+    def head_rows(self) -> int:
+        """Rows of a head: the last axis but one."""
         return self.shape[-2] if len(self.shape) > 1 else 1
 
 

@@ -62,9 +62,10 @@ class Team:
         if self._memory is not None:
             self._publish(values)
             first, share = self.owned(n), max(n // self.lanes, 1)
-            sums = [
-                fold(b, "add", [self._published(first + i, lane) for lane in range(self.lanes)]) for i in range(share)
-            ]
+            sums = []
+            for i in range(share):
+                at = [(first + i) * self.threads + (self._first + lane) for lane in range(self.lanes)]
+                sums.append(fold(b, "add", [b.load(self._memory, x) for x in at]))
             b.barrier()
             return sums
         mask = self.lanes // 2
@@ -74,9 +75,9 @@ class Team:
             else:
                 half = len(values) // 2
                 upper = b.ne(self.lane & mask, 0)
-                kept = [b.select(upper, values[i + half], values[i]) for i in range(half)]
+                mine = [b.select(upper, values[i + half], values[i]) for i in range(half)]
                 sent = [b.select(upper, values[i], values[i + half]) for i in range(half)]
-                values = [x + b.shuffle_xor(y, mask) for x, y in zip(kept, sent, strict=True)]
+                values = [x + b.shuffle_xor(y, mask) for x, y in zip(mine, sent, strict=True)]
             mask //= 2
         return values
 
@@ -124,7 +125,3 @@ class Team:
         for i, value in enumerate(values):
             self.b.store(self._memory, self.thread + i * self.threads, value)
         self.b.barrier()
-
-    def _published(self, number: Value, lane: int) -> Value:
-        assert self._memory is not None
-        return self.b.load(self._memory, number * self.threads + (self._first + lane))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ class Matrix:
 
     @property
     def even(self) -> bool:
-        """Whether all rows lie ``row_stride`` apart."""
+        """Whether the distance of rows is ``row_stride``."""
         return True
 
     def columns(self, b: Builder, first: int, end: int) -> Matrix:
@@ -74,14 +75,8 @@ class Matrix:
     def distance(self, rows: int, cols: int) -> int | None:
         """Elements from any quad to the one so many rows and columns further, if known while tracing."""
         known = self.row_stride.constant
-        if (
-            known is None
-            or not (self.in_bounds and self.aligned)
-            or self.col_stride is not None
-            or self.rotary is not None
-        ):
-            return None
-        return int(rows * known + cols)
+        dense = self.in_bounds and self.aligned and self.col_stride is None and self.rotary is None
+        return int(rows * known + cols) if dense and known is not None else None
 
     def load_quad(self, b: Builder, start: Value, col: Value, cols_padded: int, width: int = QUAD) -> Value:
         """Elements ``col .. col + width - 1`` of the row that begins at ``start``, as a vector; ``aligned`` is meant
@@ -106,20 +101,15 @@ class Matrix:
 
     def store(self, b: Builder, row: Value, col: Value, values: list[Value], cols_padded: int) -> None:
         """Store consecutive columns of a row that exists, leaving out those past ``cols``."""
-        start = self.base + b.cast(row, element(self.base.type)) * self.row_stride
+        start = self.base + self.index(b, row) * self.row_stride
         values = [b.cast(v, self.elem) for v in values]
+        padding = cols_padded > self.cols
         if len(values) in (2, QUAD) and self.aligned and self.col_stride is None:
-            if cols_padded == self.cols:
-                b.store(self.buffer, start + self.index(b, col), b.vector(values))
-                return
-            with b.if_(col < self.cols):
+            with b.if_(col < self.cols) if padding else nullcontext():
                 b.store(self.buffer, start + self.index(b, col), b.vector(values))
             return
         for i, value in enumerate(values):
-            if cols_padded == self.cols:
-                b.store(self.buffer, start + self._offset(b, col + i), value)
-                continue
-            with b.if_(col + i < self.cols):
+            with b.if_(col + i < self.cols) if padding else nullcontext():
                 b.store(self.buffer, start + self._offset(b, col + i), value)
 
     def index(self, b: Builder, value: Value) -> Value:
@@ -133,13 +123,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class PlacedMatrix(Matrix):
-    """A matrix whose rows lie anywhere; some of their starts were looked up beforehand.
-
-    Attributes
-    ----------
-    places : Value
-        Private array (i64): offsets from ``base`` at which the rows from ``first`` on begin.
-    """
+    """A matrix whose rows lie anywhere. The private array ``places`` (i64) holds the offsets from ``base`` at which the
+    rows from ``first`` on begin."""
 
     places: Value
     first: Value
@@ -156,6 +141,16 @@ class PlacedMatrix(Matrix):
 def padded(n: int, multiple: int) -> int:
     """The smallest multiple that is at least ``n``."""
     return -(-n // multiple) * multiple
+
+
+def binary_runs(count: int) -> list[tuple[int, int]]:
+    """Runs that cover ``count`` elements, as (first, length); lengths are powers of two, the longest first."""
+    runs, first = [], 0
+    while first < count:
+        length = 1 << ((count - first).bit_length() - 1)
+        runs.append((first, length))
+        first += length
+    return runs
 
 
 def divmod_const(b: Builder, x: Value, n: int) -> tuple[Value, Value]:

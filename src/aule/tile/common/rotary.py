@@ -48,12 +48,12 @@ class Rotary:
         return self.dim // 2
 
     def angles(self, b: Builder, row: Value) -> Angles:
-        """The angles of a row of the matrix; a row past its end gets any."""
+        """The angles of a row of the matrix; arbitrary ones for a row past its end."""
         position = row + self.first
         return Angles(self.cos.row_start(b, position), self.sin.row_start(b, position))
 
     def partner(self, b: Builder, col: Value) -> Value:
-        """The column that a column is paired with; one that is not rotated gets any."""
+        """The column that a column is paired with; arbitrary for one that is not rotated."""
         if self.interleaved:
             return col ^ 1
         return b.select(col < self.half, col + self.half, col - self.half)
@@ -70,8 +70,8 @@ class Rotary:
         return b.vector([source.load(b, start, self.partner(b, col + i), cols_padded) for i in range(width)])
 
     def fetch_angles(self, b: Builder, angles: Angles, col: Value, width: int) -> tuple[Value, Value]:
-        """Cosines and sines of these columns, or, interleaved, of their pairs, in the tables' type. Columns that are
-        not rotated get any."""
+        """Cosines and sines of these columns, or, interleaved, of their pairs, in the tables' type; arbitrary
+        ones for columns that are not rotated."""
         col, count = (col >> 1, max(width // 2, 1)) if self.interleaved else (col, width)
 
         def inside(at: Value, length: int) -> Value:
@@ -91,15 +91,8 @@ class Rotary:
         self, b: Builder, x: list[Value], partners: list[Value], angles: tuple[Value, Value], col: Value,
         cols_padded: int, back: bool = False,
     ) -> list[Value]:  # fmt: skip
-        """Columns from ``col`` on, in fp32, rotated; with ``back`` by the negative angle.
-
-        Parameters
-        ----------
-        x, partners : list of Value
-            fp32; partners only if they are not among the columns themselves.
-        angles : tuple of Value
-            From `fetch_angles` of these columns.
-        """
+        """Columns ``x`` from ``col`` on, in fp32, rotated by ``angles`` (`fetch_angles`); with ``back`` by the negative
+        angles. ``partners`` are in fp32, too, and empty if they are among the columns themselves."""
         cos, sin = (b.unpack(b.cast(angle, f32)) for angle in angles)
         places = [col] if self.alike(len(x)) else [col + i for i in range(len(x))]
         lower = [b.eq(at & 1, 0) if self.interleaved else at < self.half for at in places] if partners else []

@@ -1,6 +1,6 @@
 """How tiles lie over a subgroup on matrix units, chosen from a device's fragment layouts.
 
-A result becomes the left factor of the next product (P in ``O = P V``), so what matters is how a result turns into a
+A result becomes the left factor of the next product (P in ``O = P V``), so what matters is how a result becomes a
 factor. Three cases, from the best to the worst:
 
 * The layouts agree but for the order of a lane's components.
@@ -28,15 +28,8 @@ SIZE = 16
 
 @dataclass(frozen=True)
 class Exchange:
-    """A bit of the lane number that distinguishes elements of a result and copies of a factor.
-
-    Attributes
-    ----------
-    mask : int
-        The bit.
-    row, col : int
-        What the bit adds to the place of a result.
-    """
+    """A bit of the lane number, ``mask``, that distinguishes copies of a factor, and adds ``row`` and ``col`` to the
+    place of a result."""
 
     mask: int
     row: int
@@ -58,7 +51,7 @@ class Arrangement:
     factors : FragmentLayout or None
         Layout of a left factor, ``height`` x `SIZE`; None if results pass through shared memory to become one.
     exchanges : tuple of Exchange
-        Exchanges between lanes that turn a result into a factor.
+        Exchanges between lanes by which a result becomes a factor.
     """
 
     transposed: bool
@@ -70,7 +63,6 @@ class Arrangement:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a subgroup."""
         return self.results.lanes
 
     @property
@@ -91,10 +83,7 @@ def arrange(target: Target) -> Arrangement:
         _arrange(False, rows, cols, results, left),
         _arrange(True, cols, rows, results.transposed, right.transposed if right else None),
     )
-    return min(
-        possible,
-        key=lambda arrangement: (arrangement.factors is None, len(arrangement.exchanges), len(arrangement.across)),
-    )
+    return min(possible, key=lambda found: (found.factors is None, len(found.exchanges), len(found.across)))
 
 
 def uniform(target: Target) -> bool:

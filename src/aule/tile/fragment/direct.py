@@ -2,7 +2,7 @@
 
 The order of elements along a product's inner dimension does not matter, nor which row of a result is which column of a
 matrix, as long as both factors agree. So a lane takes neighbouring columns instead of those that the fragment's layout
-gives it, and nothing passes through shared memory. `Direct.source` says which column of a matrix stands where, for the
+gives it, and nothing passes through shared memory. `Direct.source` gives the column of a matrix at each place, for the
 other factor.
 
 Rows are `u32` words in memory: two elements of 16 bits or four of 8, which become fp16 here, by a device instruction or
@@ -18,7 +18,7 @@ from typing import Literal
 from aule.ir import Builder, Value
 from aule.ir.types import Fragment, Vector, element, u16, u32
 from aule.target import FragmentLayout, Target
-from aule.tile.common.matrix import Matrix
+from aule.tile.common.matrix import Matrix, padded
 from aule.tile.common.quantised import E4M3_HALF, I8_BITS, half_pairs
 from aule.tile.fragment.arrangement import SIZE, uniform, weigh_bits
 from aule.tile.fragment.engine import Components
@@ -73,7 +73,7 @@ class Direct:
         self.i8_bits: Value | int = I8_BITS
         """The bits with which `half_pairs` converts int8. In a register, two operations with constants become one."""
         self.run = choose_run(engine.layout, dim, cache, along)
-        self.padded = padded_columns(engine.layout, dim, cache, along)
+        self.padded = padded(dim, self.lanes * self.run)
         self.pieces = self.padded // (self.lanes * self.run)
         self.fragments = self.padded // SIZE
         """Fragments that the columns fill."""
@@ -85,7 +85,6 @@ class Direct:
 
     @property
     def words(self) -> int:
-        """Words of a run."""
         return self.run * self.size // 4
 
     def column(self, piece: int) -> Value:
@@ -101,7 +100,7 @@ class Direct:
         return [words.load_quad(b, start >> shift, column, self.padded >> shift, self.words) for column in columns]
 
     def source(self, place: Value) -> Value:
-        """The matrix's column that stands at a place along the fragments, counted over all of them."""
+        """The matrix's column at a place along the fragments, counted over all of them."""
         held = self._held.bit_length() - 1
         run, lanes = self.run.bit_length() - 1, self.lanes.bit_length() - 1
 
@@ -140,11 +139,8 @@ class Direct:
         words = []
         for x, y in zip(_unpack(b, runs), _unpack(b, others), strict=True):
             if self.converts:
-                words += [
-                    word
-                    for pairs in zip(self._halves(x), self._halves(y), strict=True)
-                    for word in interleaved(b, *pairs)
-                ]
+                for pairs in zip(self._halves(x), self._halves(y), strict=True):
+                    words += interleaved(b, *pairs)
                 continue
             both = interleaved(b, x, y)
             if self.size == 2:
@@ -155,14 +151,9 @@ class Direct:
 
     def rows_factor(self, rows: Sequence[Sequence[Value]], number: int) -> Value:
         """The ``number``-th fragment of 16 rows, from `row_words` of this lane's rows."""
-        engine, held = self.engine, self._held
-        return _packed(
-            engine,
-            [
-                rows[engine.part_rows.index(row)][(number * held + engine.part_cols.index(col)) // 2]
-                for row, col in engine.places[::2]
-            ],
-        )
+        rows_held, cols = self.engine.part_rows, self.engine.part_cols
+        places = [(rows_held.index(row), number * self._held + cols.index(col)) for row, col in self.engine.places[::2]]
+        return _packed(self.engine, [rows[row][col // 2] for row, col in places])
 
     def right_factor(self, rows: Mapping[int, Sequence[Value]], number: int) -> Value:
         """The ``number``-th fragment of the rows' transpose as a right factor, from `row_words` of this lane's rows by
@@ -177,14 +168,9 @@ class Direct:
 
     def columns_factor(self, pairs: Sequence[Sequence[Value]], number: int) -> Value:
         """The ``number``-th fragment of the transpose of 16 rows, from `pair_words` of this lane's rows."""
-        engine, held = self.engine, self._held
-        return _packed(
-            engine,
-            [
-                pairs[engine.part_cols.index(col) // 2][number * held + engine.part_rows.index(row)]
-                for row, col in engine.places[::2]
-            ],
-        )
+        rows, cols = self.engine.part_rows, self.engine.part_cols
+        places = [(number * self._held + rows.index(row), cols.index(col)) for row, col in self.engine.places[::2]]
+        return _packed(self.engine, [pairs[col // 2][row] for row, col in places])
 
 
 def choose_run(layout: FragmentLayout, dim: int, cache: str, along: Along) -> int:
@@ -194,12 +180,6 @@ def choose_run(layout: FragmentLayout, dim: int, cache: str, along: Along) -> in
     lanes, held = (1 << sum(x > 0 for x in table) for table in (weights, parts))
     wide, narrow = 16 // ITEMSIZE[cache], 8 // ITEMSIZE[cache]
     return wide if dim % (lanes * wide) == 0 or narrow < held else narrow
-
-
-def padded_columns(layout: FragmentLayout, dim: int, cache: str, along: Along) -> int:
-    """Columns of a row, padded so that every lane holds equally many."""
-    held = choose_run(layout, dim, cache, along) << sum(x > 0 for x in _weights(layout, along)[0])
-    return -(-dim // held) * held
 
 
 def _weights(layout: FragmentLayout, along: Along) -> tuple[tuple[int, ...], tuple[int, ...]]:

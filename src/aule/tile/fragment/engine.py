@@ -21,6 +21,7 @@ from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, u16, u32
 from aule.target import FragmentLayout, Target
 from aule.tile.common.math import is_finite
 from aule.tile.common.matrix import Matrix, padded
+from aule.tile.common.variables import assign_vars, read_vars
 from aule.tile.fragment.arrangement import SIZE, arrange, weigh_bits
 from aule.tile.fragment.shape import FragmentShape, row_stride
 from aule.tile.fragment.transfer import Transfer
@@ -94,9 +95,7 @@ class FragmentTile:
         return result
 
     def assign(self, values: Sequence[Sequence[Value]]) -> None:
-        for block, fragments in zip(self.vars, self.engine.pack(values, self.engine.accumulator), strict=True):
-            for variable, fragment in zip(block, fragments, strict=True):
-                variable.value = fragment
+        assign_vars(self.vars, self.engine.pack(values, self.engine.accumulator))
 
     def map(self, f: Callable[[Value, int, int], Value]) -> None:
         """Replace each element by ``f(value, r, c)``; ``r`` and ``c`` count this lane's rows and columns."""
@@ -137,7 +136,6 @@ class Components:
         return EXCESS if self.elem == bf16 and not self.converts else 1.0
 
     def rounded(self, parts: list[Value], rounding: Rounding) -> list[Value]:
-        """Results rounded to the factors' type."""
         if self.elem == f32:
             return [self._to_tf32(x) for x in parts]
         return [half for pair in self.pairs(parts, rounding) for half in self.b.unpack(pair)]
@@ -219,7 +217,6 @@ class Fragments(Components):
     # -- tiles ---------------------------------------------------------------------------------------------------------
 
     def tile(self, rows: int, cols: int) -> FragmentTile:
-        """A tile of zeros."""
         return FragmentTile(self, rows, padded(cols, SIZE))
 
     def row_vars(self, init: Value) -> list[Var]:
@@ -358,7 +355,7 @@ class Fragments(Components):
     ) -> None:
         """``tile += left @ right``; ``left`` gives a column of fragments, ``right`` the fragment at a row and a column.
         With ``sync_every``, a subgroup barrier after so many columns limits the fragments a compiler loads ahead."""
-        acc = [[variable.value for variable in row] for row in tile.vars]
+        acc = read_vars(tile.vars)
         for k in range(depth):
             if sync_every and k and k % sync_every == 0:
                 self.b.subgroup_barrier()
@@ -367,9 +364,7 @@ class Fragments(Components):
                 factor = right(k, j)
                 for i, row in enumerate(acc):
                     row[j] = self.multiply_add(a[i], factor, row[j])
-        for variables, row in zip(tile.vars, acc, strict=True):
-            for variable, value in zip(variables, row, strict=True):
-                variable.value = value
+        assign_vars(tile.vars, acc)
 
     def multiply_add(self, left: Value, right: Value, total: Value) -> Value:
         """``left @ right + total`` of one block."""

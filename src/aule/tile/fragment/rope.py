@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from aule.ir import Value
 from aule.ir.types import Vector, f32, i32, u32
@@ -35,9 +36,8 @@ class RotatedTransfer(Transfer):
         super().__init__(engine, source, rows, memory, copies and not (paired and source.cols % (2 * RUN)))
         b, threads = self.b, engine.shape.threads
         self.first = b.var(b.const(0, i32), "first_row")
-        self.together = 2 if paired else 1
-        """Runs that a thread rotates together."""
         if paired:
+            self.together = 2
             self.regular = False  # a thread's runs lie in two columns
             self.runs //= 2
             self.count = -(-self.runs // threads) * 2
@@ -71,10 +71,7 @@ class RotatedTransfer(Transfer):
         b, rotary, first = self.b, self.rotary, self.first.value
 
         def rotate(row: Value, col: Value) -> None:
-            if rotary.dim == self.cols:
-                self._rotate(first + row, target + row * self.stride + col, col)
-                return
-            with b.if_(col < rotary.dim):
+            with b.if_(col < rotary.dim) if rotary.dim < self.cols else nullcontext():
                 self._rotate(first + row, target + row * self.stride + col, col)
 
         for i in range(0, self.count, self.together):
@@ -98,14 +95,6 @@ class RotatedTransfer(Transfer):
         for place, result in zip(places, results, strict=True):
             b.store(self.memory, place, self.engine.incoming(b.vector(result)))
 
-    def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
-        row, col, number = self.place(i)
-        if self.runs % self.engine.shape.threads and i >= self.count - self.together:
-            with self.b.if_(number < self.runs):
-                f(row, col)
-        else:
-            f(row, col)
-
 
 def rotated_back(
     engine: Fragments,
@@ -117,15 +106,9 @@ def rotated_back(
 ) -> list[list[Value]]:
     """This lane's elements of a result, by row and column, rotated back.
 
-    Partners that another lane holds pass through shared memory, which nobody reads any more; an fp32 takes two elements
-    of 16 bits.
-
-    Parameters
-    ----------
-    place : tuple of Value
-        The workgroup's first row of ``out``, the tile's first row among the workgroup's, and its first column.
-    row_of : callable
-        Gives the row of the tile that is this lane's first, second, ...
+    ``place`` is the workgroup's first row of ``out``, the tile's first row among the workgroup's, and its first column;
+    ``row_of`` gives the tile's row that is this lane's first, second and so on. Partners that another lane holds pass
+    through shared memory, which nobody reads any more; an fp32 takes two elements of 16 bits.
     """
     b, rotary, run = engine.b, out.rotary, engine.run
     assert rotary is not None

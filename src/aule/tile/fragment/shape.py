@@ -131,9 +131,8 @@ class FragmentShape:
         is written while products read the last."""
         if self.warpgroups:
             widths = padded(head_dim, PANEL) + padded(value_dim, PANEL)
-            return (self.block_q + self.stages * self.block_kv) * widths + 2 * self.block_q * padded(
-                self.block_kv, PANEL
-            )
+            tiles = 2 * self.block_q * padded(self.block_kv, PANEL)
+            return (self.block_q + self.stages * self.block_kv) * widths + tiles
         k_row, v_row = row_stride(head_dim), row_stride(value_dim)
         tiles = 2 if self.columns > 1 else int(sums)
         rest = self.stages * self.block_kv * (k_row + v_row) + tiles * self.block_q * row_stride(self.block_kv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from aule.ir import Value, Var
@@ -22,6 +23,9 @@ class Transfer:
     Asynchronous copies go to ``target`` directly. Otherwise the rows wait in registers until ``finish`` stores them,
     rounded to the engine's type.
     """
+
+    together = 1
+    """Runs of a thread that share a number."""
 
     def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
@@ -62,7 +66,7 @@ class Transfer:
         return row, run * RUN, number
 
     def clear_padding(self, target: Value, times: int) -> None:
-        """Store zeros behind the columns of ``times`` stages, which asynchronous copies do not write."""
+        """Store zeros after the columns of ``times`` stages, which asynchronous copies do not write."""
         b, engine = self.b, self.engine
         gap = padded(self.source.cols, SIZE) - self.cols
         if gap == 0:
@@ -77,7 +81,7 @@ class Transfer:
         """Fetch the rows from ``first`` on into memory from ``target`` on. With ``full`` all of them exist; otherwise
         rows past the end are replaced by the last one."""
         b, source = self.b, self.source
-        # Rows lie evenly apart and a thread's runs in one column: addresses are a start and constant steps.
+        # Rows have one stride and a thread's runs lie in one column: addresses are a start and constant steps.
         even = full and self.regular and source.even and source.aligned and source.col_stride is None
         even = even and self.cols == source.cols
         base = source.base + source.index(b, first) * source.row_stride + self.offset if even else None
@@ -104,7 +108,6 @@ class Transfer:
             b.async_commit()
 
     def _register(self) -> Var:
-        """A register in which a run waits."""
         return self.b.var(self._zero, "fetched")
 
     def _keep(self, i: int, run: Value) -> None:
@@ -155,9 +158,8 @@ class Transfer:
                 b.store(self.memory, target + self.address(row, col), f(self.engine.incoming(run)))
 
     def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
+        """Call ``f`` with row and column of this thread's ``i``-th run, if it has one."""
         row, col, number = self.place(i)
-        if self.runs % self.engine.shape.threads and i == self.count - 1:
-            with self.b.if_(number < self.runs):
-                f(row, col)
-        else:
+        may_lack = self.runs % self.engine.shape.threads and i >= self.count - self.together
+        with self.b.if_(number < self.runs) if may_lack else nullcontext():
             f(row, col)

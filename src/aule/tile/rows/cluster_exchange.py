@@ -1,13 +1,13 @@
 """Exchange of values between the subgroups of a row that lies over the workgroups of a cluster, without barriers.
 
 Each subgroup has a receive buffer in shared memory, into which every subgroup of its row, itself included, stores one
-word per value. A row so waits for its own subgroups only. A nonzero word means the value has arrived: zero is sent as
+word per value. So a row waits for its own subgroups only. A nonzero word means the value has arrived: zero is sent as
 negative zero, and whoever receives a word resets it to zero.
 
 There are at least two buffers, used for successive blocks of rows. A subgroup sends to a buffer again once it has
 received everyone's values of the block before, which they sent after they had emptied that buffer.
 
-In global memory, for devices without clusters, an exchange would take too long.
+Devices without clusters would have to exchange through global memory, which takes too long.
 """
 
 from __future__ import annotations
@@ -21,19 +21,8 @@ from aule.tile.rows.shape import RowShape
 class ClusterExchange:
     """The receive buffers of a workgroup, one per subgroup and stage.
 
-    Parameters
-    ----------
-    lanes : int
-        Lanes of a subgroup: one for each word that it receives.
-    stages : int
-        Receive buffers of each subgroup.
-
-    Attributes
-    ----------
-    values : int
-        Values that a subgroup sends: a power of two.
-    senders : int
-        Subgroups of a row.
+    A row's ``senders`` are its subgroups; each sends ``values`` values, a power of two. A subgroup has a lane for each
+    word that it receives.
     """
 
     def __init__(self, b: Builder, shape: RowShape, lanes: int, stages: int) -> None:
@@ -49,7 +38,7 @@ class ClusterExchange:
         self._memory = b.shared("mail", i32, stages * self._subgroups * self._words)
 
     def clear(self) -> None:
-        """Set all buffers to zero, and wait until the whole cluster has."""
+        """Set all buffers to zero, and wait until all workgroups of the cluster have."""
         b, words = self.b, self._stages * self._subgroups * self._words
         for first in range(0, words, self._subgroups * self._lanes):
             with b.if_(b.thread_id() < words - first):

@@ -32,12 +32,7 @@ _FOLDED = 16
 class ColumnSums:
     """Sums of each column over all rows of a workgroup: in registers if rows are, else in the result's memory.
 
-    Parameters
-    ----------
-    array : RowArray
-        The partial sums, in the type computed in; one row per workgroup.
-    layout : str
-        See `SumsLayout`; ``deinterleaved`` needs sums in registers, in parts of eight columns.
+    ``array`` takes the partial sums, in the type computed in; it has one row per workgroup.
     """
 
     def __init__(self, passes: Passes, array: RowArray, layout: SumsLayout = "in_order") -> None:
@@ -98,7 +93,6 @@ class ColumnSums:
             self._store_all(lambda part: self.sums[part.number or 0].value)
 
     def _store_all(self, f: Callable[[Part], Value]) -> None:
-        """Store a value for each part."""
         b = self.passes.rows.b
 
         def store(parts: list[Part], _: int) -> None:
@@ -171,13 +165,9 @@ def has_pieces(passes: Passes) -> bool:
 
 
 class SumPieces:
-    """Sums in registers as pieces of 16 bytes, which threads exchange through shared memory.
+    """Sums in registers as pieces of 16 bytes, which threads exchange through ``memory``, a shared array for each sum.
 
-    Parameters
-    ----------
-    memory : sequence of Value
-        Shared memory for each of the sums, in which each thread's pieces are where its own prefetched rows were. So it
-        can be overwritten without a barrier.
+    A thread's pieces are where its own prefetched rows were, so it can store them without a barrier.
     """
 
     def __init__(self, sums: Sequence[ColumnSums], memory: Sequence[Value]) -> None:
@@ -190,7 +180,6 @@ class SumPieces:
         """Pieces of a thread."""
 
     def get(self, total: ColumnSums, number: int) -> Value:
-        """One of this thread's pieces."""
         part, i = divmod(number, self._each)
         return self.b.vector(self.b.unpack(total.sums[part].value)[_PIECE * i : _PIECE * (i + 1)])
 
@@ -214,7 +203,6 @@ class SumPieces:
         return self.b.bitcast(self.b.load(memory, at, _lanes(memory)), Vector(self.passes.rows.work, _PIECE))
 
     def store(self, total: ColumnSums, column: Value, value: Value) -> None:
-        """Store a piece of the result."""
         at = total.start + self.b.cast(column, element(total.start.type))
         self.b.store(total.array.buffer, at, value, align=_PIECE)
 

@@ -35,15 +35,7 @@ if TYPE_CHECKING:
 
 
 class Rows(RowReductions):
-    """The rows of a workgroup.
-
-    Parameters
-    ----------
-    work : Scalar
-        The type computed in.
-    count : Value
-        i32, the number of rows.
-    """
+    """The rows of a workgroup; ``work`` is the type computed in, ``count`` the number of all rows (i32)."""
 
     def __init__(self, b: Builder, target: Target, shape: RowShape, work: Scalar, count: Value) -> None:
         self.count = count

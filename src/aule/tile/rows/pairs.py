@@ -1,4 +1,4 @@
-"""Pairs of columns for rotations: columns ``i`` and ``i + half`` of a row, or neighbours."""
+"""Pairs of columns of a row, for rotations: columns ``i`` and ``i + half``, or neighbours."""
 
 from __future__ import annotations
 
@@ -9,19 +9,10 @@ from aule.tile.rows.passes import Passes
 
 
 class Pairs:
-    """The pairs of a row's columns; ``passes`` counts pairs.
+    """The pairs of columns of ``what``, from its first column on; ``passes`` counts pairs.
 
-    Parameters
-    ----------
-    what : Source or Columns
-        Starts at the first column of the first pair.
-    interleaved : bool
-        Pairs are neighbours; else the second columns of all pairs follow the first ones.
-
-    Attributes
-    ----------
-    first, second
-        For ``p[pairs.first]``.
+    ``interleaved`` pairs are neighbours; else the second columns of all pairs follow the first ones. A kernel reads
+    them as ``p[pairs.first]`` and ``p[pairs.second]``.
     """
 
     def __init__(self, passes: Passes, what: Source | Columns, interleaved: bool) -> None:

@@ -1,4 +1,4 @@
-"""Operands of row kernels, and the parts of rows in which kernels see them."""
+"""Operands of row kernels, and `Part`: a few neighbouring columns of a row, as a kernel sees them."""
 
 from __future__ import annotations
 
@@ -89,17 +89,8 @@ Term = Value | Product
 
 
 class PartGroup:
-    """Consecutive parts of a row that are visited together.
-
-    Attributes
-    ----------
-    col : Value
-        The first column.
-    count : int
-        Number of parts.
-    cache : dict
-        Values that the parts share.
-    """
+    """``count`` consecutive parts of a row, from column ``col`` on, that are visited together; ``cache`` holds values
+    that they share."""
 
     def __init__(self, col: Value, count: int) -> None:
         self.col, self.count = col, count

@@ -1,7 +1,4 @@
-"""Passes over the columns of rows: reductions along them, and loads and stores of their parts.
-
-`aule.tile.rows.engine` says how rows are laid out over threads.
-"""
+"""Passes over the columns of rows: reductions along them, and loads and stores of their parts."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import TYPE_CHECKING
 from aule.ir import Value
 from aule.ir.types import Vector, element, i32, u32
 from aule.tile.common.math import LOG2E, fold, lowest
+from aule.tile.common.matrix import binary_runs
 from aule.tile.rows.engine import Rows
 from aule.tile.rows.parts import Columns, Derived, Part, PartGroup, PerRow, Product, RowArray, Source, Term
 from aule.tile.rows.prefetch import RowPrefetch
@@ -28,10 +26,7 @@ _LINE = 64
 class Passes:
     """Passes over the columns of rows, or over a range of them.
 
-    Parameters
-    ----------
-    length : Value
-        Number of columns: i32, or on CPUs i64, since compilers cannot fold a sum that may wrap into an address.
+    ``length`` is their number: i32, or on CPUs i64, since compilers cannot fold a sum that may wrap into an address.
     """
 
     def __init__(self, rows: Rows, shape: PassShape, length: Value) -> None:
@@ -46,8 +41,6 @@ class Passes:
         self._first_pass: dict[Source | Derived, int] = {}
         """The pass that first read an array or derived a value."""
         self._next_rows: tuple[Source, ...] = ()
-
-    # -- reductions ----------------------------------------------------------------------------------------------------
 
     def preload(self, *sources: Source | Columns) -> None:
         """Start to load rows into registers, so that all loads overlap, unless they are prefetched.
@@ -65,12 +58,14 @@ class Passes:
                     for part in self.register_parts(number):
                         part.raw(source)
 
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
     def sum(self, f: Callable[[Part], Term]) -> PerRow:
         """Sum ``f`` over each row."""
         return self.sums(f)[0]
 
     def sums(self, *fs: Callable[[Part], Term]) -> list[PerRow]:
-        """Several sums in one pass."""
+        """Sum several functions over each row, in one pass."""
         return self.rows.reduce("add", self.partials("add", lambda p: [f(p) for f in fs], len(fs)))
 
     def thread_max(self, source: Source | Derived) -> PerRow:
@@ -228,7 +223,7 @@ class Passes:
             return
         step = self.rows.shape.threads * shape.width
         start = self.lane * shape.width
-        full = self.length - shape.tail if shape.tail else self.length
+        full = self.length - shape.rest if shape.rest else self.length
         if shape.unroll > 1:
             # The same number of rounds for all threads, even if some could make one more: a driver takes the end of
             # one thread's loop for that of all.
@@ -244,9 +239,9 @@ class Passes:
             start = start + rounds
         with b.loop(start, full, step, name="col") as col:
             visit([self._parts(col, None, None, shape.width)])
-        if shape.tail:
-            inside = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.tail
-            visit([self._parts(full, None, inside, shape.tail)])
+        if shape.rest:
+            inside = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.rest
+            visit([self._parts(full, None, inside, shape.rest)])
 
     def register_parts(self, number: int) -> list[Part]:
         """The part with this number of each row in registers."""
@@ -283,7 +278,7 @@ class Passes:
         return self.load(part, source.array, start + b.cast(self._opaque_zero(), element(start.type)))
 
     def _opaque_zero(self) -> Value:
-        """Zero, computed so that no compiler knows it."""
+        """Zero, computed so that compilers cannot know it."""
         return self.rows.b.min(self.rows.numbers[0], 0)
 
     def narrow_elements(self, part: Part, what: Source | Derived, make: Callable[[], Value]) -> Value:
@@ -295,7 +290,7 @@ class Passes:
         return self._once(part, part.row, what, lambda: self._opaque(raw), self._passes)
 
     def _opaque(self, raw: Value) -> Value:
-        """Combine elements with a zero that no compiler knows."""
+        """Combine elements with a zero that compilers cannot know."""
         b = self.rows.b
         words = Vector(u32, element(raw.type).bytes * self.shape.width // 4)
         zero = b.cast(b.min(self.rows.count, 0), u32)
@@ -372,14 +367,12 @@ class Passes:
         index = element(start.type)
         if count == width and array.stride is None:
             return b.load(array.buffer, start + b.cast(col, index), width, align=self._alignment(array))
-        values: list[Value] = []
-        while len(values) < count:
-            at = b.cast(col + len(values), index)
-            if array.stride is not None:
-                values.append(b.load(array.buffer, start + at * array.stride))
-                continue
-            run = 1 << ((count - len(values)).bit_length() - 1)
-            values += b.unpack(b.load(array.buffer, start + at, run, align=1))
+        if array.stride is not None:
+            values = [b.load(array.buffer, start + b.cast(col + i, index) * array.stride) for i in range(count)]
+        else:
+            values = []
+            for i, run in binary_runs(count):
+                values += b.unpack(b.load(array.buffer, start + b.cast(col + i, index), run, align=1))
         zeros = [b.const(0, element(array.buffer.type))] * (width - count)
         return b.vector([*values, *zeros])
 
@@ -411,9 +404,6 @@ class Passes:
             store = b.stream if array.stream else b.store
             store(array.buffer, start + b.cast(col, index), value, align=self._alignment(array))
             return
-        done = 0
-        while done < count:
-            run = 1 << ((count - done).bit_length() - 1)
-            piece = b.permute(value, None, tuple(range(done, done + run)))
-            b.store(array.buffer, start + b.cast(col + done, index), piece, align=1)
-            done += run
+        for i, run in binary_runs(count):
+            piece = b.permute(value, None, tuple(range(i, i + run)))
+            b.store(array.buffer, start + b.cast(col + i, index), piece, align=1)

@@ -1,4 +1,4 @@
-"""Prefetch of rows, in kernels whose workgroups process one block of rows after the other.
+"""Interface of prefetches, in kernels whose workgroups process one block of rows after the other.
 
 A kernel that loads a row, reduces it and only then loads the next leaves the memory idle while it reduces.
 """
@@ -13,11 +13,15 @@ from aule.ir import Value
 from aule.tile.rows.parts import Part, RowArray, Source
 
 if TYPE_CHECKING:
+    from aule.tile.rows.engine import Rows
     from aule.tile.rows.passes import Passes
 
 
 class BlockPrefetch(ABC):
-    """Loads that are started some blocks before their values are used."""
+    """Loads from some arrays that are started some blocks before their values are used."""
+
+    def __init__(self, rows: Rows, arrays: Sequence[RowArray]) -> None:
+        self.rows, self.b, self.arrays = rows, rows.b, tuple(arrays)
 
     @abstractmethod
     def start(self, first: Value, last: Value, step: Value) -> None:
@@ -29,26 +33,20 @@ class BlockPrefetch(ABC):
 
 
 class RowPrefetch(BlockPrefetch):
-    """Prefetch of this thread's parts of the rows of some arrays.
-
-    Attributes
-    ----------
-    rereads : bool
-        Each pass reads a part again, so registers need not keep it.
-    """
+    """Prefetch of this thread's parts of the rows of some arrays."""
 
     rereads = False
+    """Each pass reads a part again, so registers need not keep it."""
 
     def __init__(self, passes: Passes, arrays: Sequence[RowArray]) -> None:
-        self.passes, self.arrays = passes, tuple(arrays)
-        self.rows, self.b = passes.rows, passes.rows.b
+        super().__init__(passes.rows, arrays)
+        self.passes = passes
 
     def covers(self, source: Source) -> bool:
         """Whether rows of this array are prefetched."""
         return any(source.array is array for array in self.arrays)
 
     def number(self, source: Source) -> int:
-        """The source's place among the arrays."""
         return next(i for i, array in enumerate(self.arrays) if source.array is array)
 
     @abstractmethod

@@ -1,7 +1,8 @@
-"""Prefetch of one block to registers: for devices without asynchronous copies, and for short rows."""
+"""Prefetch to registers, one block ahead: for devices without asynchronous copies, and for short rows."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,70 +15,62 @@ from aule.tile.rows.prefetch import BlockPrefetch, RowPrefetch, SharedParts
 if TYPE_CHECKING:
     from aule.tile.rows.passes import Passes
 
-PartKey = tuple[int, int, int]
-"""Numbers of an array, a row and a part."""
+Key = tuple[int, int, int]
+"""Numbers of an array, a row and a part; the part is 0 for values per row."""
 
 
-class StatisticsPrefetch(BlockPrefetch):
-    """Prefetch of values per row (`Rows.get`), so that a row does not wait for memory twice."""
+class NextInRegisters(BlockPrefetch):
+    """Registers hold the values of the next block."""
 
     def __init__(self, rows: Rows, arrays: Sequence[RowArray]) -> None:
-        self.rows, self.arrays = rows, tuple(arrays)
-        self._next: list[list[Var]] = []
-        self.found: list[PerRow] = []
-        """Values of the current block."""
+        super().__init__(rows, arrays)
+        self._next: dict[Key, Var] = {}
+        self._now: dict[Key, Value] = {}
 
     def start(self, first: Value, last: Value, step: Value) -> None:
         def load() -> None:
-            self._next = [[self.rows.b.var(x) for x in numbers.values] for numbers in self._loaded()]
-
-        self.rows.enter(self.rows.b.min(first, last - 1), load)
-
-    def advance(self, block: Value, last: Value, step: Value) -> None:
-        self.found = [PerRow(tuple(variable.value for variable in variables)) for variables in self._next]
-
-        def load() -> None:
-            for variables, numbers in zip(self._next, self._loaded(), strict=True):
-                for variable, value in zip(variables, numbers.values, strict=True):
-                    variable.value = value
-
-        self.rows.enter(self.rows.b.min(block + step, last - 1), load)
-
-    def _loaded(self) -> list[PerRow]:
-        return [self.rows.get(array) for array in self.arrays]
-
-
-class RegisterPrefetch(RowPrefetch):
-    """Registers hold the current and the next block."""
-
-    def __init__(self, passes: Passes, arrays: Sequence[RowArray]) -> None:
-        super().__init__(passes, arrays)
-        self._next: dict[PartKey, Var] = {}
-        self._now: dict[PartKey, Value] = {}
-
-    def start(self, first: Value, last: Value, step: Value) -> None:
-        def load() -> None:
-            self._next = {key: self.b.var(value) for key, value in self._loaded().items()}
+            self._next = {key: self.b.var(value) for key, value in self._load().items()}
 
         self.rows.enter(self.b.min(first, last - 1), load)
 
     def advance(self, block: Value, last: Value, step: Value) -> None:
         for key, variable in self._next.items():
-            self.arrived(key, variable.value)
+            self._arrive(key, variable.value)
 
         def load() -> None:
-            for key, value in self._loaded().items():
+            for key, value in self._load().items():
                 self._next[key].value = value
 
         # The last block is prefetched twice; cheaper than a branch.
         self.rows.enter(self.b.min(block + step, last - 1), load)
 
-    def arrived(self, key: PartKey, value: Value) -> None:
-        """Make a part of the current block available."""
+    def _arrive(self, key: Key, value: Value) -> None:
+        """Make a value of the current block available."""
         self._now[key] = value
 
-    def _loaded(self) -> dict[PartKey, Value]:
-        """Load the parts of the rows that `Rows` has entered."""
+    @abstractmethod
+    def _load(self) -> dict[Key, Value]:
+        """Load the values of the rows that `Rows` has entered."""
+
+
+class StatisticsPrefetch(NextInRegisters):
+    """Prefetch of values per row (`Rows.get`), so that a row does not wait for memory twice."""
+
+    @property
+    def found(self) -> list[PerRow]:
+        """Values of the current block, one `PerRow` for each array."""
+        batch = self.rows.shape.batch
+        return [PerRow(tuple(self._now[i, row, 0] for row in range(batch))) for i in range(len(self.arrays))]
+
+    def _load(self) -> dict[Key, Value]:
+        found = [self.rows.get(array) for array in self.arrays]
+        return {(i, row, 0): value for i, given in enumerate(found) for row, value in enumerate(given.values)}
+
+
+class RegisterPrefetch(RowPrefetch, NextInRegisters):
+    """Registers hold the current and the next block."""
+
+    def _load(self) -> dict[Key, Value]:
         found, passes = {}, self.passes
         for i, array in enumerate(self.arrays):
             source = self.rows.source(array)
@@ -95,15 +88,9 @@ class RegisterPrefetch(RowPrefetch):
 class StagedPrefetch(RegisterPrefetch):
     """Registers hold the next block, and shared memory the current rows of one array.
 
-    For blocks of which registers cannot hold two. Each pass reads a staged part again. With `PassShape.reload` the
-    other arrays stay in registers only until the first pass has read them.
-
-    Parameters
-    ----------
-    staged : RowArray
-        The array whose rows are staged: the one that most passes read.
-    alone : bool
-        No other array is prefetched.
+    For blocks of which registers cannot hold two. ``staged`` is the array that most passes read; each of them reads its
+    parts again. With ``alone`` no other array is prefetched. With `PassShape.reload` the other arrays stay in registers
+    only until the first pass has read them.
     """
 
     rereads = True
@@ -114,11 +101,11 @@ class StagedPrefetch(RegisterPrefetch):
         self.place = SharedParts(passes)
         self.memory = self.b.shared("parked", element(staged.buffer.type), self.place.size)
 
-    def arrived(self, key: PartKey, value: Value) -> None:
+    def _arrive(self, key: Key, value: Value) -> None:
         if key[0] == self.staged:
             self.b.store(self.memory, self.place.at(*key[1:]), value)
         else:
-            super().arrived(key, value)
+            super()._arrive(key, value)
 
     def read(self, part: Part, source: Source) -> Value:
         if self.number(source) != self.staged:

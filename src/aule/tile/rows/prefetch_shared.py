@@ -22,13 +22,7 @@ COPIED_BYTES = 16
 
 
 class SharedPrefetch(RowPrefetch):
-    """Shared memory holds the current block and ``RowShape.prefetch`` more.
-
-    Parameters
-    ----------
-    arrays : sequence of RowArray
-        Aligned to a part of 16 bytes.
-    """
+    """Shared memory holds the current block and ``RowShape.prefetch`` more, of arrays aligned to parts of 16 bytes."""
 
     rereads = True
 

@@ -21,18 +21,10 @@ _READ_AT_ONCE = 32
 
 
 class RowReductions:
-    """Reductions over the threads of a row.
+    """Reductions over the threads of a row, in the type ``work``.
 
-    Parameters
-    ----------
-    work : Scalar
-        The type computed in.
-    lanes : int
-        Threads of a row that can exchange registers.
-    slot, lane : Value
-        Which of the workgroup's rows this thread shares, and its number among the row's threads.
-    vectors : bool
-        Parts are vectors of a CPU.
+    ``lanes`` threads of a row can exchange registers. ``slot`` says which of the workgroup's rows this thread shares,
+    and ``lane`` is its number there. With ``vectors`` parts are vectors of a CPU.
     """
 
     def __init__(
@@ -59,7 +51,6 @@ class RowReductions:
         return self._by_row(self._reduce_lanes(kind, values, self.lanes))
 
     def reduce_subgroup(self, kind: str, partial: PerRow) -> PerRow:
-        """Reduce over the subgroup."""
         return PerRow(tuple(self._reduce_lanes(kind, list(partial.values), self.lanes)))
 
     def combine(self, kind: str, vector: Value) -> Value:
@@ -119,7 +110,7 @@ class RowReductions:
 
     @property
     def can_merge_moments(self) -> bool:
-        """Whether `merge_moments` applies: a power of two of threads share a row, in whole subgroups."""
+        """Whether `merge_moments` applies: a power of two of threads share a row, in full subgroups."""
         threads = self.shape.threads
         even = self.shape.cluster == 1 and threads & (threads - 1) == 0
         return even and 1 < self.lanes <= threads <= self.lanes * self.lanes

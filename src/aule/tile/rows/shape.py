@@ -88,8 +88,8 @@ class PassShape:
         Parts that a thread keeps in registers; 0 if each pass reads memory again.
     ragged : bool
         With rows in registers: the last part of some threads is past the row's end.
-    tail : int
-        Without: columns behind the last full part.
+    rest : int
+        Without: columns after the last full part.
     unroll : int
         Parts that a pass takes together: without rows in registers, their loads overlap.
     scratch : int
@@ -110,7 +110,7 @@ class PassShape:
     width: int
     parts: int = 0
     ragged: bool = False
-    tail: int = 0
+    rest: int = 0
     unroll: int = 4
     scratch: int = 0
     columns: ColumnReads = "row_start"

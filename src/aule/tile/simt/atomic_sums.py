@@ -68,7 +68,8 @@ class TileSums:
         b, threads = engine.b, self.shape.threads
         for r, row in enumerate(tile.values()):
             for c, x in enumerate(row):
-                b.atomic("add", memory, start + self._register(part, r, c) * threads, x)
+                register = (part * self.rows + r) * self.cols + c
+                b.atomic("add", memory, start + register * threads, x)
 
     def start(self, engine: Simt, tile: Value, index: Scalar) -> Value:
         """Where this thread's elements of tile number ``tile`` begin."""
@@ -86,6 +87,3 @@ class TileSums:
         thread = (pair * shape.threads_x + tx) * LANES_PER_COLUMN + parity
         register = part * (self.rows * self.cols) + (down * row_strip + r) * self.cols + (across * strip + c)
         return register * shape.threads + thread
-
-    def _register(self, part: int, r: int, c: int) -> int:
-        return (part * self.rows + r) * self.cols + c

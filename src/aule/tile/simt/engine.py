@@ -13,7 +13,7 @@ Two properties of some GPUs decide the order of lanes and operations; neither co
 * A multiply-add issues every cycle only if it reads at most one register from each of two banks, even and odd numbers
   (inferred from stall counters). Along a row the left element stays in the operand cache, and the right one, whose
   register is as odd as its column, meets an accumulator that can be given the other bank. Rows are walked back and
-  forth, so that at the turn the right element stays.
+  forth, so that the right element stays at the end of a row.
 
 Global memory is prefetched one step ahead into registers (`Stager`) and stored to one of two shared stages: one barrier
 a step, and the products hide the latency.
@@ -22,6 +22,7 @@ a step, and the products hide the latency.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from aule.ir import Builder, Value
@@ -48,9 +49,7 @@ class Simt:
         sizes: dict[str, int] | None = None,
     ) -> None:  # fmt: skip
         """``sizes`` are those of the shared arrays (default: of a forward kernel)."""
-        self.b = b
-        self.target = target
-        self.shape = shape
+        self.b, self.target, self.shape = b, target, shape
         self.thread = b.thread_id()
         pair, parity = divmod_const(b, self.thread, LANES_PER_COLUMN)
         row_pair, self.tx = divmod_const(b, pair, shape.threads_x)
@@ -105,11 +104,9 @@ class Simt:
 
     def own_rows(self, name: str, init: Value) -> RowState:
         """A number for each row and thread."""
-        return (
-            SharedRowState(self, name, init, common=False)
-            if self.shape.sums_in_shared
-            else RegisterRowState(self, init)
-        )
+        if self.shape.sums_in_shared:
+            return SharedRowState(self, name, init, common=False)
+        return RegisterRowState(self, init)
 
     def reduce_rows(self, kind: str, partial: list[Value]) -> list[Value]:
         """Combine the threads of each row; every one of them gets the result."""
@@ -215,7 +212,7 @@ class Simt:
                 found = [*source.rotary.fetch_angles(b, row.angles, col + c, QUAD)]
                 partners = source.rotary.fetch_partners(b, source, row.start, col + c, cols, QUAD)
                 found += [] if partners is None else [partners]
-                for variable, value in zip(stager.turns[first + i], found, strict=True):
+                for variable, value in zip(stager.rotations[first + i], found, strict=True):
                     variable.value = value
 
     def _distance(self, chunk: Chunk, source: Matrix, cols: int) -> int | None:
@@ -236,21 +233,11 @@ class Simt:
         finite: bool = False,
         rotated: tuple[Rotary, Value, int] | None = None,
     ) -> list[tuple[Value, Value | None]]:
-        """Store a fetched chunk to the current stage, in fp32.
+        """Store a fetched chunk to the current stage, in fp32, multiplied by ``scale``.
 
-        Parameters
-        ----------
-        scale : Value, optional
-            Multiplies all elements.
-        finite : bool
-            Inf and NaN become zero.
-        rotated : tuple, optional
-            The rotation, the first column of the chunk, and the number of columns with padding.
-
-        Returns
-        -------
-        list
-            The quads, each with the condition under which it belongs to the chunk (None: always).
+        With ``finite``, Inf and NaN become zero. ``rotated`` is a rotation, the first column of the chunk, and the
+        number of columns with padding. Returns the quads, each with the condition under which it belongs to the chunk
+        (None: always).
         """
         b = self.b
         written: list[tuple[Value, Value | None]] = []
@@ -259,7 +246,7 @@ class Simt:
             quad = b.cast(stager.registers[first + i].value, f32)
             if rotated is not None:
                 rotary, col, cols = rotated
-                cos, sin, *others = (variable.value for variable in stager.turns[first + i])
+                cos, sin, *others = (variable.value for variable in stager.rotations[first + i])
                 partners = [x for other in others for x in b.unpack(b.cast(other, f32))]
                 quad = b.vector(rotary.rotate(b, b.unpack(quad), partners, (cos, sin), col + c, cols))
             if scale is not None:
@@ -268,14 +255,10 @@ class Simt:
                 quad = b.vector([b.select(is_finite(b, x), x, b.const(0.0, f32)) for x in b.unpack(quad)])
             place = chunk.padding.at(c) + r if chunk.transposed else chunk.padding.at(r) + c
             index = stager.offset.value + place + chunk.start
-            if (i + 1) * self.shape.threads > chunk.quads:
-                inside = number < chunk.quads
-                with b.if_(inside):
-                    self._put(chunk, index, quad)
-                written.append((quad, inside))
-            else:
+            inside = number < chunk.quads if (i + 1) * self.shape.threads > chunk.quads else None
+            with nullcontext() if inside is None else b.if_(inside):
                 self._put(chunk, index, quad)
-                written.append((quad, None))
+            written.append((quad, inside))
         return written
 
     def _put(self, chunk: Chunk, index: Value, quad: Value) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from aule.ir import Value
+from aule.tile.common.variables import assign_vars, read_vars
 
 if TYPE_CHECKING:
     from aule.tile.simt.engine import Simt
@@ -33,12 +34,10 @@ class RegisterTile:
         return self.engine.tx * self.strip + (strip * self.engine.shape.threads_x * self.strip + lane)
 
     def values(self) -> list[list[Value]]:
-        return [[v.value for v in row] for row in self.vars]
+        return read_vars(self.vars)
 
     def assign(self, values: Sequence[Sequence[Value]]) -> None:
-        for variables, row in zip(self.vars, values, strict=True):
-            for variable, value in zip(variables, row, strict=True):
-                variable.value = value
+        assign_vars(self.vars, values)
 
     def fill(self, value: Value) -> None:
         self.assign([[value] * len(row) for row in self.vars])

@@ -100,7 +100,7 @@ class SimtShape:
 
     def chunk_padding(self, rows: int) -> BankPadding:
         """Padding of a chunk of Q or K, which lies in columns of ``rows`` elements. 32 lanes store an element of each
-        of the chunk's quads at a time, of as many rows as the quads are pushed apart."""
+        of the chunk's quads at a time, from as many rows as each quad is pushed by."""
         return BankPadding(rows, QUAD, max(BANKS * QUAD // self.chunk_k, QUAD))
 
     @property

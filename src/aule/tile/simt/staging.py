@@ -37,18 +37,17 @@ class Stager:
         zero = b.splat(b.const(0, elem), QUAD)
         self.registers: list[Var] = [b.var(zero, "fetched") for _ in range(quads)]
         # Cosines, sines and, unless they are in the quad itself, the partners of its elements.
-        self.turns: list[list[Var]] = [[] for _ in range(quads)]
+        self.rotations: list[list[Var]] = [[] for _ in range(quads)]
         if angles is not None:
             angle = b.splat(b.const(0, angles[0]), angles[1])
             kinds = [angle, angle, zero] if angles[1] == QUAD else [angle, angle]
-            self.turns = [[b.var(kind, "turn") for kind in kinds] for _ in range(quads)]
+            self.rotations = [[b.var(kind, "turn") for kind in kinds] for _ in range(quads)]
         self.stage = stage
         self.stage_size = stage_size
         self.step = b.var(b.const(0, i32), "step")
         self.offset = b.var(b.const(0, i32), "stage_offset")
 
     def advance(self) -> None:
-        """Go on to the other stage."""
         step = self.step.value + 1
         self.step.value = step
         self.offset.value = (step & 1) * self.stage_size

@@ -21,7 +21,7 @@ from aule.ir import Builder, Value, Var
 from aule.ir.types import Ref, Scalar, Vector, bf16, element, f32, f64, i32, i64, u8, u16, u32
 from aule.target import Target
 from aule.tile.common.math import fold_lanes, from_e4m3
-from aule.tile.common.matrix import Matrix
+from aule.tile.common.matrix import Matrix, binary_runs
 
 CACHE_LINE = 64
 """Bytes. On CPUs with longer lines some are prefetched twice, which costs little."""
@@ -93,9 +93,7 @@ class Vectors:
     """The vector engine: vectors of ``lanes`` elements of type ``work``."""
 
     def __init__(self, b: Builder, work: Scalar, lanes: int) -> None:
-        self.b = b
-        self.work = work
-        self.lanes = lanes
+        self.b, self.work, self.lanes = b, work, lanes
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -136,9 +134,8 @@ class Vectors:
             return b.load(source.buffer, start + col, self.lanes, align=1)
         else:
             parts = []
-            while len(parts) < count:
-                width = 1 << ((count - len(parts)).bit_length() - 1)
-                parts += b.unpack(b.load(source.buffer, start + col + len(parts), width, align=1))
+            for at, width in binary_runs(count):
+                parts += b.unpack(b.load(source.buffer, start + col + at, width, align=1))
         zeros = [b.const(0, source.elem)] * (self.lanes - count)
         return b.vector([*parts, *zeros])
 
@@ -151,12 +148,9 @@ class Vectors:
             for i, x in enumerate(b.unpack(vector)[:count]):
                 b.store(target.buffer, start + (col + i) * target.col_stride, x)
             return
-        done = 0
-        while done < count:
-            width = 1 << ((count - done).bit_length() - 1)
-            part = vector if width == self.lanes else b.permute(vector, None, tuple(range(done, done + width)))
-            b.store(target.buffer, start + col + done, part, align=1)
-            done += width
+        for at, width in binary_runs(count):
+            part = vector if width == self.lanes else b.permute(vector, None, tuple(range(at, at + width)))
+            b.store(target.buffer, start + col + at, part, align=1)
 
     def columns(self, cols: int) -> list[tuple[int, int]]:
         """Vectors that cover ``cols`` columns, each as (first column, lanes in use)."""
@@ -183,10 +177,6 @@ class Vectors:
             for col, width in self.columns(source.cols):
                 x = self.read(source, start, col, width)
                 b.store(target, base + self.index(row) * stride + col, x if scale is None else x * scale, align=1)
-
-    def _line_vectors(self, elem: Scalar) -> int:
-        """Vectors per cache line of elements."""
-        return max(CACHE_LINE // elem.bytes // self.lanes, 1)
 
     # -- pairs of bf16 -------------------------------------------------------------------------------------------------
 
@@ -299,18 +289,12 @@ class Vectors:
     def pieces(
         self, unit: VectorUnit, rows: int, cols: int, pairs: bool = False
     ) -> tuple[int, list[tuple[int, list[int]]]]:
-        """Divide a ``rows`` × ``cols`` result into pieces that stay in registers.
+        """Divide a ``rows`` × ``cols`` result into pieces that stay in registers: the rows of a piece, and for each
+        piece its first vector and the lanes of its vectors.
 
         With 512-bit registers the last vector is half a register if that holds the remaining columns. It becomes a
         piece of its own if it has enough rows to hide the latency of an FMA, since the compiler broadcasts an element
         once for each width. This does not pay for pairs.
-
-        Returns
-        -------
-        rows : int
-            Rows of a piece.
-        pieces : list of (int, list of int)
-            First vector of each piece, and the lanes of its vectors.
         """
         vectors = -(-cols // self.lanes)
         widths = [self.lanes] * vectors
@@ -334,10 +318,8 @@ class Vectors:
     def multiply(
         self, c: list[list[Var]], left: Operand, right: Operand, start: Any, stop: Any, unroll: int = 2
     ) -> None:
-        """Compute ``C[i] += sum over k of A[i, k] * B[k]`` for k in ``start .. stop - 1``.
-
-        Vectors of C may be narrower than the engine's (`pieces`).
-        """
+        """Compute ``C[i] += sum over k of A[i, k] * B[k]`` for k in ``start .. stop - 1``. Vectors of C may be narrower
+        than the engine's (`pieces`)."""
         b, lanes = self.b, self.lanes
         with b.loop(b.coerce(start, i64), b.coerce(stop, i64), unroll=unroll, name="k") as k:
             columns = self._columns(c, right, k)
@@ -351,7 +333,8 @@ class Vectors:
         """Vectors of row k of B, as wide as those of C."""
         if right.ahead:
             later = self._step_start(right, k + right.ahead)
-            for j in range(0, len(c[0]), self._line_vectors(element(right.pointer.type))):
+            line_vectors = max(CACHE_LINE // element(right.pointer.type).bytes // self.lanes, 1)
+            for j in range(0, len(c[0]), line_vectors):
                 self.b.prefetch(right.pointer, later + j * self.lanes)
         at = self._step_start(right, k)
         return [self.load_factor(right.pointer, at + j * self.lanes, _lanes(x.ref)) for j, x in enumerate(c[0])]

@@ -1,4 +1,4 @@
-"""Rotary position embedding on one CPU core: copies rows and rotates them on the way."""
+"""Rotary position embedding on one CPU core: copies of rows, rotated."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ def rotate_rows(
     stride: int,
     scale: Value | None = None,
 ) -> Matrix:
-    """Rotate ``count`` rows, from row ``first`` on, into an array with rows of ``stride`` elements.
+    """Rotate ``count`` rows, from row ``first`` on, into an array with rows of ``stride`` elements, times ``scale``.
 
-    Elements are multiplied by ``scale``. Columns after the last are zero; rows past the source's end repeat its last
-    row.
+    Columns after the last are zero; rows past the source's end repeat its last row.
     """
     b, rotary = engine.b, source.rotary
     assert rotary is not None
@@ -60,14 +59,9 @@ def rotate_row(
     scale: Value | None = None,
     back: bool = False,
 ) -> None:
-    """Copy a row of a matrix, rotated and multiplied by ``scale``. Source and target may be the same row.
+    """Copy a row of a matrix, rotated by the angles of number ``row`` and multiplied by ``scale``.
 
-    Parameters
-    ----------
-    row : Value
-        Row number, which selects the angles.
-    back : bool
-        Rotate by the negative angles.
+    Source and target may be the same row. ``back`` rotates by the negative angles.
     """
     b, half = engine.b, rotary.half
     angles = rotary.angles(b, row)

@@ -104,16 +104,10 @@ class Warpgroups(Fragments):
         depth: int,
         fresh: bool = False,
     ) -> None:
-        """Start ``tile += left @ right``, or ``=`` where ``fresh``.
+        """Start ``tile += left @ right``, or ``=`` with ``fresh``; the summed dimension has ``16 * depth`` elements.
 
-        Parameters
-        ----------
-        tile : sequence of Var
-            Accumulators of 16 columns each; the subgroup has 16 of the product's 64 rows.
-        left : PanelFactor or sequence of Value
-            In shared memory, or fragments of this subgroup's rows, 16 columns each.
-        depth : int
-            Length of the summed dimension, in units of 16.
+        Of the product's 64 rows the subgroup has 16, in accumulators of 16 columns each. The left factor is in shared
+        memory, or fragments of this subgroup's rows, 16 columns each.
         """
         for k in range(depth):
             factor = left.left(k) if isinstance(left, PanelFactor) else left[k]

@@ -1,0 +1,28 @@
+"""RowProblem: what the problems of all row operations have in common."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """An operation on rows along the last axis of ``shape``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def length(self) -> int:
+        """Columns of a row."""
+        return self.shape[-1]
+
+    @property
+    def work(self) -> str:
+        """The dtype computed in."""
+        return "f64" if self.dtype == "f64" else "f32"
