@@ -219,7 +219,7 @@ def _load(v: Verifier, op: Op) -> None:
               f"{pointer.elem}, or a vector of it, as the result")  # fmt: skip
 
 
-def _load_once(v: Verifier, op: Op) -> None:
+def _load_streaming(v: Verifier, op: Op) -> None:
     v.memory(op, ("global",), reads=True, writes=False)
     _load(v, op)
 
@@ -249,7 +249,7 @@ def _store(v: Verifier, op: Op) -> None:
               f"{pointer.elem}, or a vector of it, as the value")  # fmt: skip
 
 
-def _stream(v: Verifier, op: Op) -> None:
+def _store_streaming(v: Verifier, op: Op) -> None:
     v.memory(op, ("global",), reads=False, writes=True)
     _store(v, op)
 
@@ -437,7 +437,7 @@ def _warpgroup_mma(v: Verifier, op: Op) -> None:
             v.fail(op, "panels as `Panels` says", repr(panels))
 
 
-def _split_barrier(v: Verifier, op: Op) -> None:
+def _mbarrier(v: Verifier, op: Op) -> None:
     pointer = v.memory(op, ("shared",), reads=True, writes=True)
     v.require(op, pointer.elem.name == "u64", "shared memory of u64")
     v.require(op, all(arg.type == i32 for arg in op.args[2:]), "an i32 as the parity")
@@ -453,8 +453,8 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "dot_pairs": _dot_pairs, "select": _select,
     "cast": _cast, "bitcast": _bitcast, "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "load_once": _load_once, "prefetch": _prefetch,
-    "store": _store, "stream": _stream, "atomic": _atomic,
+    "private": _private, "load": _load, "load_streaming": _load_streaming, "prefetch": _prefetch,
+    "store": _store, "store_streaming": _store_streaming, "atomic": _atomic,
     "async_copy": _async_copy, "cluster_load": _cluster_load, "cluster_post": _cluster_post,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "repeat": _repeat, "if": _if,
@@ -465,7 +465,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "fragment_mma": _fragment_mma, "fragment_length": _fragment_length, "fragment_get": _component,
     "fragment_set": _component, "fragment_pack": _fragment_pack,
     "warpgroup": _nothing, "warpgroup_mma": _warpgroup_mma,
-    **dict.fromkeys(("warpgroup_meeting", "warpgroup_arrive", "warpgroup_await"), _split_barrier),
+    **dict.fromkeys(("mbarrier_init", "mbarrier_arrive", "mbarrier_wait"), _mbarrier),
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
 """Rule of each operation, by opcode or else by category."""

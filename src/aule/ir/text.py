@@ -19,7 +19,7 @@ _PLAIN = ("bool", "i32", "f32")
 """Types of constants that need no suffix."""
 _INDENT = "  "
 _AT_INDEX = frozenset(
-    {"load", "load_once", "store", "atomic", "fragment_load", "fragment_store"} | {"cluster_load", "cluster_post"}
+    {"load", "load_streaming", "store", "atomic", "fragment_load", "fragment_store"} | {"cluster_load", "cluster_post"}
 )
 """Operations whose first two operands are a pointer and an index."""
 
@@ -40,7 +40,7 @@ def text(kernel: KernelIR) -> str:
     names = _names(kernel)
     lines = [f"kernel {kernel.name}("]
     for param in kernel.params:
-        access = f" {param.access}{' lasting' * param.lasting}" if param.kind == "buffer" else ""
+        access = f" {param.access}{' evict_last' * param.evict_last}" if param.kind == "buffer" else ""
         lines.append(f"{_INDENT}%{param.name}: {param.kind} {param.dtype}{access}")
     subgroup = f" subgroup {kernel.subgroup_size}" if kernel.subgroup_size else ""
     registers = f" registers {kernel.max_registers}" if kernel.max_registers else ""

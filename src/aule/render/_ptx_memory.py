@@ -32,7 +32,7 @@ class Memory:
     offset: int = 0
     load: str = "ld"
     """The load instruction without its type."""
-    lasting: bool = False
+    evict_last: bool = False
     """As in `Param`."""
 
 
@@ -50,10 +50,10 @@ class Addresses:
 
     def bind_global(self, value: Value, register: str, param: Param) -> None:
         load = "ld.global.nc" if param.access == "read" else "ld.global"
-        lasting = param.lasting and self._e.arch.number >= 80
-        if lasting:
+        evict_last = param.evict_last and self._e.arch.number >= 80
+        if evict_last:
             load += _HINT
-        self._memory[value] = Memory("global", register, element(value.type), 0, load, lasting)
+        self._memory[value] = Memory("global", register, element(value.type), 0, load, evict_last)
 
     def private(self, op: Op) -> None:
         """Declare a private array, in local memory."""
@@ -119,7 +119,7 @@ def load(e: Emitter, addresses: Addresses, op: Op) -> None:
     assert op.result is not None
     memory = addresses.memory(op.args[0])
     base, offset = addresses.locate(memory, op.args[1])
-    if op.opcode == "load_once":  # .cs: evict first
+    if op.opcode == "load_streaming":  # .cs: evict first
         memory = replace(memory, load=memory.load.replace("ld.global", "ld.global.cs"))
     lanes, elem = lane_count(op.result), memory.elem
     step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
@@ -250,15 +250,15 @@ def async_copy(e: Emitter, addresses: Addresses, op: Op) -> None:
     to, to_offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
     base, offset = addresses.locate(addresses.memory(op.args[2]), op.args[3])
     source = addresses.memory(op.args[2])
-    kind = f"cp.async.cg.shared.global{_HINT if source.lasting else ''}"
+    kind = f"cp.async.cg.shared.global{_HINT if source.evict_last else ''}"
     e.line(f"{kind} {at(to, to_offset)}, {at(base, offset)}, 16{hint(e, source)};")
 
 
 def hint(e: Emitter, memory: Memory) -> str:
     """The last operand of an access with an L2 cache policy; empty without one."""
-    if not memory.lasting:
+    if not memory.evict_last:
         return ""
-    return ", " + e.once("lasting", "createpolicy.fractional.L2::evict_last.b64", "rd", "1.0")
+    return ", " + e.once("evict_last", "createpolicy.fractional.L2::evict_last.b64", "rd", "1.0")
 
 
 def at(base: str, offset: int) -> str:

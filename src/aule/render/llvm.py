@@ -208,10 +208,10 @@ class _Body:
             "permute": self._permute,
             "private": self._private,
             "load": self._load,
-            "load_once": self._load,
+            "load_streaming": self._load,
             "prefetch": self._prefetch,
             "store": self._store,
-            "stream": self._stream,
+            "store_streaming": self._store_streaming,
             "atomic": self._atomic,
             "var": self._var,
             "get": self._get,
@@ -341,7 +341,7 @@ class _Body:
         address = self._address(op)
         self.emitter.line(f"store {self.emitter.typed(op.args[2])}, ptr {address}, align {_bytes(op)}")
 
-    def _stream(self, op: Op) -> None:
+    def _store_streaming(self, op: Op) -> None:
         """Emit a nontemporal store if the address is aligned to the full vector at run time, else a plain store."""
         e, (value, address) = self.emitter, (op.args[2], self._address(op))
         size = value.type.bytes  # type: ignore[union-attr]
@@ -481,7 +481,7 @@ def _alignments(kernel: KernelIR) -> dict[Value, int]:
     """The alignment in bytes that the accesses of each array require."""
     aligned: dict[Value, int] = {}
     for op in kernel.walk():
-        if op.opcode in ("load", "load_once", "store"):
+        if op.opcode in ("load", "load_streaming", "store"):
             aligned[op.args[0]] = max(aligned.get(op.args[0], 1), _bytes(op))
     return aligned
 

@@ -92,7 +92,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         dynamic_shared=dynamic,
         subgroup_size=kernel.subgroup_size,
         uses_subgroups=body.emitter.uses_subgroups,
-        awaits=arch.number >= 90 and any(op.opcode == "launch_await" for op in kernel.walk()),
+        dependent_launch=arch.number >= 90 and any(op.opcode == "launch_await" for op in kernel.walk()),
     )
 
 
@@ -125,7 +125,7 @@ def _parameters(kernel: KernelIR) -> Iterator[str]:
     """Declarations of the parameters. A buffer declares the alignment that its widest access needs."""
     aligned: dict[Value, int] = {}
     for op in kernel.walk():
-        if op.opcode in ("load", "load_once", "store", "stream"):
+        if op.opcode in ("load", "load_streaming", "store", "store_streaming"):
             bytes_ = _ptx_memory.alignment(op.attrs["align"], element(op.args[0].type))
             aligned[op.args[0]] = max(aligned.get(op.args[0], 1), bytes_)
     for p in kernel.params:
@@ -166,9 +166,9 @@ class _Body:
             "permute": self._extract,
             "private": self.addresses.private,
             "load": lambda op: _ptx_memory.load(e, self.addresses, op),
-            "load_once": lambda op: _ptx_memory.load(e, self.addresses, op),
+            "load_streaming": lambda op: _ptx_memory.load(e, self.addresses, op),
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
-            "stream": lambda op: _ptx_memory.store(e, self.addresses, op),
+            "store_streaming": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
             "cluster_barrier": lambda op: _ptx_subgroup.cluster_barrier(e, op, _ends_in_cluster_barrier(kernel, op)),
             "cluster_load": lambda op: _ptx_memory.cluster_load(e, self.addresses, op),

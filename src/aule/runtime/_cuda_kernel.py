@@ -47,7 +47,7 @@ class Arguments:
 class Kernel:
     """A loaded function; the `Program.handle` of this runtime."""
 
-    __slots__ = ("arguments", "awaits", "block", "function", "log", "shared")
+    __slots__ = ("arguments", "block", "dependent_launch", "function", "log", "shared")
 
     def __init__(self, artifact: Artifact, function: ctypes.c_void_p, log: str) -> None:
         self.function = function
@@ -55,7 +55,7 @@ class Kernel:
         self.block = ctypes.c_uint(artifact.workgroup)
         self.shared = ctypes.c_uint(artifact.shared_bytes if artifact.dynamic_shared else 0)
         self.arguments = Arguments(artifact.params)
-        self.awaits = artifact.awaits
+        self.dependent_launch = artifact.dependent_launch
 
     def call(self, grid: tuple[int, int, int], stream: ctypes.c_void_p, arguments: Arguments) -> tuple[Any, ...]:
         """Return the arguments for cuLaunchKernel, all of them ctypes objects."""
@@ -74,7 +74,7 @@ class Kernel:
         config = LaunchConfig(
             (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(self.block.value, 1, 1), self.shared.value
         )
-        if self.awaits:
+        if self.dependent_launch:
             attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
             config.attributes, config.count = ctypes.pointer(attribute), 1
         stream = ctypes.c_void_p.from_buffer(config, LaunchConfig.stream.offset)

@@ -420,7 +420,7 @@ class CudaDevice(Device):
             raise self.argument_error(program.artifact, error) from None
 
     def _start(self, program: Program, kernel: Kernel, grid: tuple[int, int, int], stream: ctypes.c_void_p) -> None:
-        if kernel.awaits and self._driver.launch_kernel_ex is not None:
+        if kernel.dependent_launch and self._driver.launch_kernel_ex is not None:
             call_stream, call = kernel.extended_call(grid, kernel.arguments)
             call_stream.value = stream.value
             code = self._driver.launch_kernel_ex(*call)

@@ -94,8 +94,8 @@ class WarpgroupProduct:
         self.left = StagedFactor(self, left, blocks.rows, STAGES * self.right.shape.elements)
         elements = self.left.shape.elements + self.right.shape.elements
         self.memory = b.shared("stages", self.engine.elem, STAGES * elements)
-        self.barrier = b.shared("meeting", u64, 1)
-        b.warpgroup_meeting(self.barrier)
+        self.barrier = b.shared("mbarrier", u64, 1)
+        b.mbarrier_init(self.barrier)
         b.barrier()
         self.out = Stored(p, config.out, "write")
         self.down = (self.m + (blocks.rows - 1)) // blocks.rows
@@ -142,11 +142,11 @@ class WarpgroupProduct:
         """Arrive at the barrier: this thread's products but the latest, and its copies but the latest, are complete."""
         self.b.async_wait(1)
         self.b.warpgroup_publish()
-        self.b.warpgroup_arrive(self.barrier)
+        self.b.mbarrier_arrive(self.barrier)
 
     def await_all(self, phase: Value) -> None:
         """Wait until all threads have arrived in this phase of the barrier."""
-        self.b.warpgroup_await(self.barrier, 0, phase & 1)
+        self.b.mbarrier_wait(self.barrier, 0, phase & 1)
 
     def multiply(self, stage: Value) -> None:
         """Start a step's products."""
