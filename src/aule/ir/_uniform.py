@@ -47,8 +47,7 @@ class _Analysis:
             if op.result is not None and self._is_uniform(op, inputs_uniform):
                 self.uniform.add(op.result)
             if op.opcode == "var" and not inputs_uniform:
-                assert op.result is not None
-                self.divergent_variables.add(op.result)
+                self.divergent_variables.add(op.output)
             elif op.opcode == "set" and (divergence is not None or op.args[1] not in self.uniform):
                 self.divergent_variables.add(op.args[0])
             elif op.opcode in _BARRIERS and divergence is not None:

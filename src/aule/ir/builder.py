@@ -565,7 +565,7 @@ class Builder:
         self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...],
         attrs: dict[str, Any],
     ) -> Op:  # fmt: skip
-        op = Op(opcode, args, attrs, None, blocks, _location())
+        op = Op(opcode, args, attrs, None, blocks, self._location())
         if type_ is not None:
             op.result = Value(type_, op, "", self)
         self._block.append(op)
@@ -620,16 +620,15 @@ class Builder:
         finally:
             self._block = outer
 
+    def _location(self) -> Location | None:
+        """Find the innermost caller outside this package's ``ir`` folder and contextlib."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith(_HERE) and not name.endswith("contextlib.py"):
+                break
+            frame = frame.f_back
+        return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
 
 _NOTHING = Value(bool_)
-
-
-def _location() -> Location:
-    """Find the innermost caller outside this package's ``ir`` folder and contextlib."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_HERE) and not name.endswith("contextlib.py"):
-            break
-        frame = frame.f_back
-    return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -57,7 +57,6 @@ class Processor:
 
 def arithmetic(e: Emitter, op: Op, processor: Processor) -> None:
     """Emit a unary or binary operation, a comparison or fma."""
-    assert op.result is not None
     type_, texts = _shape(op.args[0]), [e.operand(a) for a in op.args]
     elem = element(type_)
     if elem == f16:
@@ -69,7 +68,7 @@ def arithmetic(e: Emitter, op: Op, processor: Processor) -> None:
             result = cast(e, result, wide, f16, processor)
     else:
         result = _compute(e, op.opcode, texts, type_, processor)
-    e.bind(op.result, result)
+    e.bind(op.output, result)
 
 
 def _compute(e: Emitter, opcode: str, args: list[str], type_: Shape, processor: Processor) -> str:
@@ -155,16 +154,15 @@ def _call(e: Emitter, name: str, type_: Shape, args: list[str]) -> str:
 
 def dot_pairs(e: Emitter, op: Op, processor: Processor) -> None:
     """Emit the AVX512_BF16 instruction, in vectors of any of its lengths."""
-    assert op.result is not None
-    lanes = lanes_of(op.result.type)
+    lanes = lanes_of(op.output.type)
     if not processor.bfloats or lanes not in (4, 8, 16):
         got = f"{lanes} lanes" if processor.bfloats else f"a target for {processor.arch} without them"
         raise refuse(op, "vectors of 4, 8 or 16 lanes and AVX512_BF16 instructions", got, "multiply in f32")
     e.needs.update((*AVX512, "avx512bf16"))
-    t, pairs = llvm_type(op.result.type), f"<{2 * lanes} x bfloat>"
+    t, pairs = llvm_type(op.output.type), f"<{2 * lanes} x bfloat>"
     left, right = (f"{pairs} {e.emit(f'bitcast {e.typed(x)} to {pairs}')}" for x in op.args[:2])
     intrinsic = f"@llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
-    e.bind(op.result, e.emit(f"call {t} {intrinsic}({e.typed(op.args[2])}, {left}, {right})"))
+    e.bind(op.output, e.emit(f"call {t} {intrinsic}({e.typed(op.args[2])}, {left}, {right})"))
 
 
 def float_to_bfloat(b: Builder, value: Value) -> Value:
@@ -179,13 +177,11 @@ def float_to_bfloat(b: Builder, value: Value) -> Value:
 
 
 def select(e: Emitter, op: Op) -> None:
-    assert op.result is not None
-    e.bind(op.result, e.emit(f"select {', '.join(e.typed(a) for a in op.args)}"))
+    e.bind(op.output, e.emit(f"select {', '.join(e.typed(a) for a in op.args)}"))
 
 
 def cast_op(e: Emitter, op: Op, processor: Processor) -> None:
-    assert op.result is not None
-    e.bind(op.result, cast(e, e.operand(op.args[0]), _shape(op.args[0]), element(op.result.type), processor))
+    e.bind(op.output, cast(e, e.operand(op.args[0]), _shape(op.args[0]), element(op.output.type), processor))
 
 
 def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Processor) -> str:
@@ -215,10 +211,9 @@ def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Process
 
 
 def bitcast(e: Emitter, op: Op) -> None:
-    assert op.result is not None
-    source, target = llvm_type(op.args[0].type), llvm_type(op.result.type)
+    source, target = llvm_type(op.args[0].type), llvm_type(op.output.type)
     text = e.operand(op.args[0])
-    e.bind(op.result, text if source == target else e.emit(f"bitcast {source} {text} to {target}"))
+    e.bind(op.output, text if source == target else e.emit(f"bitcast {source} {text} to {target}"))
 
 
 def with_element(type_: Shape, elem: Scalar) -> Shape:

@@ -61,7 +61,6 @@ class FragmentPrinter(CPrinter):
     # -- operations ------------------------------------------------------------------------------------------------
 
     def fragment(self, op: Op) -> Expr:
-        assert op.result is not None
         if op.opcode == "fragment_get":
             source, component = op.args[0], op.attrs["component"]
             assert isinstance(source.type, Fragment)
@@ -71,7 +70,7 @@ class FragmentPrinter(CPrinter):
             source = op.args[0]
             assert isinstance(source.type, Fragment)
             return Expr(str(_count(source.type) * _PER_LANE))
-        type_ = op.result.type
+        type_ = op.output.type
         assert isinstance(type_, Fragment)
         if op.opcode == "fragment_fill":
             return Expr(f"{self._fill(type_)}({self._scalar(op.args[0], type_.elem)})")
@@ -79,7 +78,7 @@ class FragmentPrinter(CPrinter):
             return Expr(f"{self._load(op, type_)}({self._place(op, type_.elem, 'const ')})")
         if op.opcode == "fragment_mma":
             return Expr(f"{self._multiply(op)}({', '.join(self._matrix(value) for value in op.args)})")
-        name, changed = self.name(op.result.hint), op.opcode == "fragment_set"
+        name, changed = self.name(op.output.hint), op.opcode == "fragment_set"
         self.emit(self.declare(type_, name, self._matrix(op.args[0]) if changed else None))
         parts = [(op.attrs["component"], op.args[1])] if changed else enumerate(op.args)
         for component, value in parts:

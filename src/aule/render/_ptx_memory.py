@@ -57,14 +57,14 @@ class Addresses:
 
     def private(self, op: Op) -> None:
         """Declare a private array, in local memory."""
-        assert op.result is not None and isinstance(op.result.type, Pointer) and op.result.type.length is not None
+        assert isinstance(op.output.type, Pointer) and op.output.type.length is not None
         memory = self._locals.get(op)
         if memory is None:
-            elem = op.result.type.elem
+            elem = op.output.type.elem
             name = f"local_{len(self.local)}_{re.sub(r'[^a-zA-Z0-9_]', '_', op.attrs['name'])}"
-            self.local.append(f"\t.local .align 16 .b8 {name}[{elem.bytes * op.result.type.length}];")
+            self.local.append(f"\t.local .align 16 .b8 {name}[{elem.bytes * op.output.type.length}];")
             memory = self._locals[op] = Memory("local", name, elem, 0, "ld.local")
-        self._memory[op.result] = memory
+        self._memory[op.output] = memory
 
     def memory(self, pointer: Value) -> Memory:
         return self._memory[pointer]
@@ -116,17 +116,16 @@ def alignment(align: int, elem: Scalar) -> int:
 
 def load(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Emit a scalar or vector load, in as few instructions as the alignment allows."""
-    assert op.result is not None
     memory = addresses.memory(op.args[0])
     base, offset = addresses.locate(memory, op.args[1])
     if op.opcode == "load_streaming":  # .cs: evict first
         memory = replace(memory, load=memory.load.replace("ld.global", "ld.global.cs"))
-    lanes, elem = lane_count(op.result), memory.elem
+    lanes, elem = lane_count(op.output), memory.elem
     step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     out: list[str] = []
     for i in range(0, lanes, step):
         out += _load(e, memory, at(base, offset + i * elem.bytes) + hint(e, memory), step)
-    e.bind(op.result, tuple(out))
+    e.bind(op.output, tuple(out))
 
 
 def _load(e: Emitter, memory: Memory, address: str, n: int) -> Sequence[str]:
@@ -175,27 +174,26 @@ def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str], quali
 
 def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Emit ``atom`` of device scope, relaxed unless ordered; a vector in one instruction from sm_90 on."""
-    assert op.result is not None
     memory = addresses.memory(op.args[0])
     if memory.space == "local":
         raise refuse(op, "a global or shared pointer", "a private one", "use load and store")
     suffix = _atomic_suffix(op, memory.elem)
     base, offset = addresses.locate(memory, op.args[1])
     cls = register_class(memory.elem)
-    if lane_count(op.result) == 1:
+    if lane_count(op.output) == 1:
         value = e.operands(op.args[2])[0]
         order = ".acq_rel.gpu" if op.attrs["ordered"] else ""
-        e.bind(op.result, (e.emit(f"atom{order}.{memory.space}.{suffix}", cls, at(base, offset), value),))
+        e.bind(op.output, (e.emit(f"atom{order}.{memory.space}.{suffix}", cls, at(base, offset), value),))
         return
     values = e.registers(op.args[2])
     if e.arch.number < 90:
         places = [at(base, offset + i * memory.elem.bytes) for i in range(len(values))]
         singly = [e.emit(f"atom.global.{suffix}", cls, *pair) for pair in zip(places, values, strict=True)]
-        e.bind(op.result, tuple(singly))
+        e.bind(op.output, tuple(singly))
         return
     old = [e.new(cls) for _ in values]
     e.line(f"atom.global.add.v{len(values)}.f32 {{{', '.join(old)}}}, {at(base, offset)}, {{{', '.join(values)}}};")
-    e.bind(op.result, tuple(old))
+    e.bind(op.output, tuple(old))
 
 
 def _atomic_suffix(op: Op, elem: Scalar) -> str:
@@ -214,9 +212,8 @@ def _atomic_suffix(op: Op, elem: Scalar) -> str:
 
 def cluster_load(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Emit a load from another workgroup's shared memory."""
-    assert op.result is not None
     memory = replace(addresses.memory(op.args[0]), load="ld.shared::cluster")
-    e.bind(op.result, tuple(_load(e, memory, _cluster_address(e, addresses, op, op.args[2]), lane_count(op.result))))
+    e.bind(op.output, tuple(_load(e, memory, _cluster_address(e, addresses, op, op.args[2]), lane_count(op.output))))
 
 
 def cluster_post(e: Emitter, addresses: Addresses, op: Op) -> None:

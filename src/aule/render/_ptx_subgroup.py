@@ -36,8 +36,7 @@ def render(e: Emitter, op: Op) -> None:
         e.line("fence.acq_rel.gpu;")
         return
     if op.opcode == "workgroup_any":
-        assert op.result is not None
-        e.bind(op.result, (e.emit("bar.red.or.pred", "p", "0", e.operands(op.args[0])[0]),))
+        e.bind(op.output, (e.emit("bar.red.or.pred", "p", "0", e.operands(op.args[0])[0]),))
         return
     if op.opcode == "async_commit":
         e.line("cp.async.commit_group;")
@@ -49,11 +48,10 @@ def render(e: Emitter, op: Op) -> None:
     if op.opcode == "subgroup_barrier":
         e.line(f"bar.warp.sync {_ALL};")
         return
-    assert op.result is not None
-    elem = op.result.type
+    elem = op.output.type
     if op.opcode in ("subgroup_any", "subgroup_all"):
         vote = f"vote.sync.{op.opcode[-3:]}.pred"
-        e.bind(op.result, (e.emit(vote, "p", e.operands(op.args[0])[0], _ALL),))
+        e.bind(op.output, (e.emit(vote, "p", e.operands(op.args[0])[0], _ALL),))
         return
     if not isinstance(elem, Scalar) or elem.bits != 32:
         raise refuse(op, "a scalar of 32 bits", elem, "bitcast or cast it first")
@@ -65,7 +63,7 @@ def render(e: Emitter, op: Op) -> None:
         result = _butterfly(e, elem, x, op.attrs["mask"])
     else:
         result = _reduce(e, op, elem, x)
-    e.bind(op.result, (result,))
+    e.bind(op.output, (result,))
 
 
 def _butterfly(e: Emitter, elem: Scalar, x: str, mask: int) -> str:

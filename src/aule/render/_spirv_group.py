@@ -131,10 +131,9 @@ class Group:
         return self._m.constant(u32, semantics)
 
     def _subgroup(self, capability: int, instruction: int, op: Op, *operands: int) -> Parts:
-        assert op.result is not None
         self._m.capability(Capability.GroupNonUniform, capability)
         scope = self._m.constant(u32, Scope.Subgroup)
-        return (self._m.result(instruction, self._m.type(register(op.result)), scope, *operands),)
+        return (self._m.result(instruction, self._m.type(register(op.output)), scope, *operands),)
 
     def _shuffle(self, op: Op) -> Parts:
         value, lane = (self._value(v) for v in op.args)
@@ -159,15 +158,13 @@ class Group:
     # -- fragments -------------------------------------------------------------------------------------------------
 
     def _fragment_fill(self, op: Op) -> Parts:
-        assert op.result is not None
-        type_id, elem = self._m.type(register(op.result)), element(op.result.type)
+        type_id, elem = self._m.type(register(op.output)), element(op.output.type)
         return (self._m.result(Spv.CompositeConstruct, type_id, self._component(op.args[0], elem)),)
 
     def _fragment_store(self, op: Op) -> None:
         self._memory.fragment_store(op, (self._value(op.args[3]),))
 
     def _fragment_mma(self, op: Op) -> Parts:
-        assert op.result is not None
         signed = (
             CooperativeMatrixOperands.MatrixASignedComponentsKHR,
             CooperativeMatrixOperands.MatrixBSignedComponentsKHR,
@@ -176,7 +173,7 @@ class Group:
         )
         flags = sum(bits for value, bits in zip(op.args, signed, strict=True) if element(value.type).kind == "int")
         operands = [self._value(v) for v in op.args] + ([flags] if flags else [])
-        return (self._m.result(Spv.CooperativeMatrixMulAddKHR, self._m.type(register(op.result)), *operands),)
+        return (self._m.result(Spv.CooperativeMatrixMulAddKHR, self._m.type(register(op.output)), *operands),)
 
     def _fragment_length(self, op: Op) -> Parts:
         m = self._m
@@ -184,12 +181,11 @@ class Group:
         return (m.result(Spv.Bitcast, m.type(i32), length),)
 
     def _fragment_get(self, op: Op) -> Parts:
-        assert op.result is not None
         elem = element(op.args[0].type)
         got = self._m.result(Spv.CompositeExtract, self._m.type(elem), self._value(op.args[0]), op.attrs["component"])
-        if op.result.type == elem:
+        if op.output.type == elem:
             return (got,)
-        return (self._m.result(Spv.Bitcast, self._m.type(register(op.result)), got),)
+        return (self._m.result(Spv.Bitcast, self._m.type(register(op.output)), got),)
 
     def _fragment_set(self, op: Op) -> Parts:
         fragment, new = op.args
@@ -198,8 +194,7 @@ class Group:
         return (self._m.result(Spv.CompositeInsert, type_id, part, self._value(fragment), op.attrs["component"]),)
 
     def _fragment_pack(self, op: Op) -> Parts:
-        assert op.result is not None
-        type_id, elem = self._m.type(register(op.result)), element(op.result.type)
+        type_id, elem = self._m.type(register(op.output)), element(op.output.type)
         parts = [self._component(value, elem) for value in op.args]
         fragment = self._m.result(Spv.CompositeConstruct, type_id, parts[0])
         for i, part in enumerate(parts[1:], 1):

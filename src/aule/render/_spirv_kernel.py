@@ -279,13 +279,12 @@ class KernelRenderer:
 
     def _emit(self, op: Op) -> Parts | None:
         if op.opcode in ARITHMETIC:
-            assert op.result is not None
             operands = [self._parts(v) for v in op.args]
-            if op.opcode in ("mul", "mulhi") and element(op.result.type) == u32 and self.target.int64:
+            if op.opcode in ("mul", "mulhi") and element(op.output.type) == u32 and self.target.int64:
                 found = self._product(op, operands)
                 if found is not None:
                     return found
-            return self.r.arithmetic(op.opcode, register(op.args[0]), register(op.result), operands)
+            return self.r.arithmetic(op.opcode, register(op.args[0]), register(op.output), operands)
         if op.opcode in _BUILTINS:
             return (self._inputs[op.opcode, op.attrs.get("axis", 0)],)
         emitter = self._emitters.get(op.opcode)
@@ -298,47 +297,42 @@ class KernelRenderer:
 
         NVIDIA's compiler emits one multiplication for a 64-bit product, but two for OpUMulExtended and OpIMul.
         """
-        assert op.result is not None
         left, right = op.args
         same = right.op.args[0] if right.op is not None and right.op.opcode == "splat" else right
         key = (left, same if same.constant is None else same.constant)
         if op.opcode == "mul":
             return self._low_words.get(key)
         self.m.capability(Capability.Int64)
-        self._low_words[key], high = self.r.products(register(op.result), operands)
+        self._low_words[key], high = self.r.products(register(op.output), operands)
         return high
 
     def _const(self, op: Op) -> Parts:
-        assert op.result is not None
-        return (self.m.constant(element(op.result.type), op.attrs["value"]),)
+        return (self.m.constant(element(op.output.type), op.attrs["value"]),)
 
     def _select(self, op: Op) -> Parts:
-        assert op.result is not None
-        return self.r.select(register(op.result), register(op.args[0]), [self._parts(v) for v in op.args])
+        return self.r.select(register(op.output), register(op.args[0]), [self._parts(v) for v in op.args])
 
     def _cast(self, op: Op) -> Parts:
-        assert op.result is not None
         source, rounding = self._parts(op.args[0]), self._roundings.get(op, "default")
-        if isinstance(op.result.type, Fragment):
+        if isinstance(op.output.type, Fragment):
             fragment = op.args[0].type
             assert isinstance(fragment, Fragment)
-            return (self.group.fragment_cast(fragment, op.result.type, source[0]),)
-        before, after = register(op.args[0]), register(op.result)
+            return (self.group.fragment_cast(fragment, op.output.type, source[0]),)
+        before, after = register(op.args[0]), register(op.output)
         before = with_element(before, register_element(element(before), self._computable))
         after = with_element(after, register_element(element(after), self._computable))
         producer = op.args[0].op
         return self.r.cast(before, after, source, rounding, producer is not None and producer.opcode == "small")
 
     def _bitcast(self, op: Op) -> Parts:
-        assert op.result is not None
-        return self.r.bitcast(register(op.args[0]), register(op.result), self._parts(op.args[0]))
+        return self.r.bitcast(register(op.args[0]), register(op.output), self._parts(op.args[0]))
 
     def _make_vector(self, op: Op) -> Parts:
         return self.r.join(element(op.args[0].type), [(self._scalar(v), 1) for v in op.args])
 
     def _splat(self, op: Op) -> Parts:
-        assert op.result is not None and isinstance(op.result.type, Vector)
-        return self.r.splat(op.result.type, self._scalar(op.args[0]))
+        assert isinstance(op.output.type, Vector)
+        return self.r.splat(op.output.type, self._scalar(op.args[0]))
 
     def _extract(self, op: Op) -> Parts:
         return (self.r.cut(register(op.args[0]), self._parts(op.args[0]), op.attrs["lane"], 1),)
@@ -346,23 +340,21 @@ class KernelRenderer:
     # -- memory and variables --------------------------------------------------------------------------------------
 
     def _private(self, op: Op) -> None:
-        assert op.result is not None
-        self.memory.declare_array(op.result, op.attrs["name"])
+        self.memory.declare_array(op.output, op.attrs["name"])
 
     def _store(self, op: Op) -> None:
         self.memory.store(op, self._parts(op.args[2]))
 
     def _var(self, op: Op) -> None:
-        assert op.result is not None and isinstance(op.result.type, Ref)
-        types = part_types(op.result.type.target)
+        assert isinstance(op.output.type, Ref)
+        types = part_types(op.output.type.target)
         variables = tuple(self.m.local_variable(StorageClass.Function, self.m.type(t)) for t in types)
-        self._define(op.result, variables)
+        self._define(op.output, variables)
         for variable, part in zip(variables, self._parts(op.args[0]), strict=True):
             self.m.emit(Spv.Store, variable, part)
 
     def _get(self, op: Op) -> Parts:
-        assert op.result is not None
-        types = part_types(register(op.result))
+        types = part_types(register(op.output))
         variables = self._parts(op.args[0])
         return tuple(self.m.result(Spv.Load, self.m.type(t), v) for t, v in zip(types, variables, strict=True))
 

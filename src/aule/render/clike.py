@@ -170,9 +170,9 @@ class Printer(ABC):
             case "var":
                 self._var(op)
             case "private":
-                assert op.result is not None and isinstance(op.result.type, Pointer)
-                self.let(op.result, self.name(op.attrs["name"] or "scratch"))
-                self.arrays.append(self.private(op.result))
+                assert isinstance(op.output.type, Pointer)
+                self.let(op.output, self.name(op.attrs["name"] or "scratch"))
+                self.arrays.append(self.private(op.output))
             case "store":
                 self.emit(*self.store(op.args[0], op.args[1], op.args[2], op.attrs["align"]))
             case "barrier":
@@ -233,11 +233,11 @@ class Printer(ABC):
                 self._define(value, expr)
 
     def _var(self, op: Op) -> None:
-        assert op.result is not None and isinstance(op.result.type, Ref)
+        assert isinstance(op.output.type, Ref)
         init = self.bare(op.args[0])
-        name = self.name(op.result.hint or "cell")
-        self.let(op.result, name)
-        self.emit(self.declare(op.result.type.target, name, init, mutable=True))
+        name = self.name(op.output.hint or "cell")
+        self.let(op.output, name)
+        self.emit(self.declare(op.output.type.target, name, init, mutable=True))
 
     def _loop(self, op: Op) -> None:
         for bound in op.args[1:]:
@@ -350,7 +350,6 @@ class Printer(ABC):
     def infix(self, op: Op) -> Expr:
         """A binary operator, including comparisons."""
         left, right = op.args
-        assert op.result is not None
         symbol = _INFIX[op.opcode]
         if left.type == bool_:
             symbol = _LOGICAL.get(op.opcode, symbol)
@@ -360,8 +359,8 @@ class Printer(ABC):
         text = f"{first} {symbol} {self.shift_count(right) if op.opcode in _SHIFTS else self.operand(right)}"
         if op.opcode not in _WIDENING:
             return Expr(text, atom=False)
-        assert isinstance(op.result.type, Scalar | Vector)
-        return self.narrowed(op.result.type, text)
+        assert isinstance(op.output.type, Scalar | Vector)
+        return self.narrowed(op.output.type, text)
 
     def call(self, function: str, args: Sequence[Value]) -> Expr:
         """A function call."""

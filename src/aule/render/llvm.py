@@ -256,8 +256,7 @@ class _Body:
             handler(op)
 
     def _bind(self, op: Op, text: str) -> None:
-        assert op.result is not None
-        self.emitter.bind(op.result, text)
+        self.emitter.bind(op.output, text)
 
     def _e4m3_halves(self, op: Op) -> None:
         raise refuse(op, "no conversion of e4m3", op.opcode, "shift the bits into place")
@@ -265,13 +264,11 @@ class _Body:
     # -- leaves and vectors ----------------------------------------------------------------------------------------
 
     def _const(self, op: Op) -> None:
-        assert op.result is not None
-        self._bind(op, literal(op.attrs["value"], element(op.result.type)))
+        self._bind(op, literal(op.attrs["value"], element(op.output.type)))
 
     def _make_vector(self, op: Op) -> None:
         e = self.emitter
-        assert op.result is not None
-        type_ = llvm_type(op.result.type)
+        type_ = llvm_type(op.output.type)
         if all(x.constant is not None for x in op.args):
             self._bind(op, f"<{', '.join(e.typed(x) for x in op.args)}>")
             return
@@ -282,11 +279,10 @@ class _Body:
 
     def _splat(self, op: Op) -> None:
         e, (value,) = self.emitter, op.args
-        assert op.result is not None
         if value.constant is not None:
             self._bind(op, f"splat ({e.typed(value)})")
             return
-        type_, lanes = llvm_type(op.result.type), lanes_of(op.result.type)
+        type_, lanes = llvm_type(op.output.type), lanes_of(op.output.type)
         one = e.emit(f"insertelement {type_} poison, {e.typed(value)}, i32 0")
         self._bind(op, e.emit(f"shufflevector {type_} {one}, {type_} poison, <{lanes} x i32> zeroinitializer"))
 
@@ -308,8 +304,7 @@ class _Body:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _private(self, op: Op) -> None:
-        assert op.result is not None
-        self._array(op.result, op.attrs["name"])
+        self._array(op.output, op.attrs["name"])
 
     def _array(self, array: Value, hint: str) -> None:
         assert isinstance(array.type, Pointer) and array.type.length is not None
@@ -327,9 +322,8 @@ class _Body:
         return e.emit(f"{kind} {llvm_type(element(pointer.type))}, {e.typed(pointer)}, i64 {place}")
 
     def _load(self, op: Op) -> None:
-        assert op.result is not None
         address = self._address(op)
-        self._bind(op, self.emitter.emit(f"load {llvm_type(op.result.type)}, ptr {address}, align {_bytes(op)}"))
+        self._bind(op, self.emitter.emit(f"load {llvm_type(op.output.type)}, ptr {address}, align {_bytes(op)}"))
 
     def _prefetch(self, op: Op) -> None:
         # Read prefetch into L2 (locality 2). L1 has few slots for pending lines, and filling it from memory is no
@@ -382,16 +376,15 @@ class _Body:
     # -- variables: stack memory that LLVM promotes to registers ---------------------------------------------------
 
     def _var(self, op: Op) -> None:
-        assert op.result is not None and isinstance(op.result.type, Ref)
-        target = op.result.type.target
+        assert isinstance(op.output.type, Ref)
+        target = op.output.type.target
         assert not isinstance(target, Fragment)
-        place = self.emitter.alloca(llvm_type(target), target.bytes, op.result.hint or "var")
+        place = self.emitter.alloca(llvm_type(target), target.bytes, op.output.hint or "var")
         self._bind(op, place)
         self.emitter.line(f"store {self.emitter.typed(op.args[0])}, ptr {place}")
 
     def _get(self, op: Op) -> None:
-        assert op.result is not None
-        self._bind(op, self.emitter.emit(f"load {llvm_type(op.result.type)}, ptr {self.emitter.operand(op.args[0])}"))
+        self._bind(op, self.emitter.emit(f"load {llvm_type(op.output.type)}, ptr {self.emitter.operand(op.args[0])}"))
 
     def _set(self, op: Op) -> None:
         self.emitter.line(f"store {self.emitter.typed(op.args[1])}, ptr {self.emitter.operand(op.args[0])}")

@@ -109,7 +109,7 @@ class _Msl(FragmentPrinter):
         return self.narrowed(type_, f"abs({text})", atom=True) if element(type_).is_signed else Expr(text, atom=False)
 
     def expression(self, op: Op) -> Expr:
-        if op.opcode in self.functions and op.result is not None and element(op.result.type) == f16:
+        if op.opcode in self.functions and element(op.output.type) == f16:
             # Functions of half have no precise form.
             return self.call(self.functions[op.opcode].removeprefix("precise::"), op.args)
         return super().expression(op)

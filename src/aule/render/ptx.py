@@ -241,7 +241,6 @@ class _Body:
 
     def _id(self, op: Op) -> None:
         e = self.emitter
-        assert op.result is not None
         if op.opcode == "thread_id":
             register = e.once("%tid", "mov.u32", "r", "%tid.x")
         elif op.opcode == "lane_id":
@@ -252,55 +251,49 @@ class _Body:
             special = f"%{'ctaid' if op.opcode == 'group_id' else 'nctaid'}.{_AXES[op.attrs['axis']]}"
             register = e.once(special, "mov.u32", "r", special)
         e.uses_subgroups |= op.opcode in ("lane_id", "subgroup_id")
-        e.bind(op.result, (register,))
+        e.bind(op.output, (register,))
 
     def _cast(self, op: Op) -> None:
-        assert op.result is not None
-        e, source, target = self.emitter, element(op.args[0].type), element(op.result.type)
+        e, source, target = self.emitter, element(op.args[0].type), element(op.output.type)
         known = e.integer(op.args[0])
         if target.kind == "bool":
             raise refuse(op, "a number", target, "compare with 0 instead")
         if known is not None and target.is_int:
-            e.bind_integer(op.result, known)
+            e.bind_integer(op.output, known)
         elif source == target:
-            e.bind_same(op.result, op.args[0])
+            e.bind_same(op.output, op.args[0])
         else:
-            e.bind(op.result, cast_lanes(e, source, target, e.registers(op.args[0])))
+            e.bind(op.output, cast_lanes(e, source, target, e.registers(op.args[0])))
 
     def _make_vector(self, op: Op) -> None:
-        assert op.result is not None
-        self.emitter.bind(op.result, tuple(self.emitter.operands(x)[0] for x in op.args))
+        self.emitter.bind(op.output, tuple(self.emitter.operands(x)[0] for x in op.args))
 
     def _splat(self, op: Op) -> None:
-        assert op.result is not None
-        self.emitter.bind(op.result, self.emitter.operands(op.args[0]) * lane_count(op.result))
+        self.emitter.bind(op.output, self.emitter.operands(op.args[0]) * lane_count(op.output))
 
     def _extract(self, op: Op) -> None:
-        assert op.result is not None
         every = [lane for x in op.args for lane in self.emitter.operands(x)]
         lanes = tuple(every[i] for i in op.attrs.get("lanes") or (op.attrs["lane"],))
-        if len(lanes) > 1 or lanes[0][0] == "%" or element(op.result.type).is_float:
-            self.emitter.bind(op.result, lanes)
+        if len(lanes) > 1 or lanes[0][0] == "%" or element(op.output.type).is_float:
+            self.emitter.bind(op.output, lanes)
         else:
-            self.emitter.bind_integer(op.result, int(lanes[0]))
+            self.emitter.bind_integer(op.output, int(lanes[0]))
 
     # -- variables -------------------------------------------------------------------------------------------------
 
     def _var(self, op: Op) -> None:
-        assert op.result is not None
-        kind, count = _variable_registers(op, op.result)
+        kind, count = _variable_registers(op, op.output)
         registers = tuple(self.emitter.new(kind) for _ in range(count))
         self._move(kind, registers, self.emitter.operands(op.args[0]))
-        self.emitter.bind(op.result, registers)
+        self.emitter.bind(op.output, registers)
 
     def _get(self, op: Op) -> None:
         # A copy, since the variable may change while its old value is in use; ptxas removes unneeded ones.
-        assert op.result is not None
         kind, _ = _variable_registers(op, op.args[0])
         source = self.emitter.operands(op.args[0])
         registers = tuple([self.emitter.new(kind) for _ in source])
         self._move(kind, registers, source)
-        self.emitter.bind(op.result, registers)
+        self.emitter.bind(op.output, registers)
 
     def _set(self, op: Op) -> None:
         kind, _ = _variable_registers(op, op.args[0])

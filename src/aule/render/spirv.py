@@ -182,11 +182,10 @@ def _roundings(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) 
     """Choose how each conversion to f16 rounds to nearest even; see the module docstring."""
     # Group.fragment_cast handles fragments.
     casts = {
-        op: op.result
+        op: op.output
         for op in kernel.walk()
-        if op.result is not None and op.opcode == "cast" and element(op.result.type) == f16
-        and not isinstance(op.result.type, Fragment)
-    }  # fmt: skip
+        if op.opcode == "cast" and element(op.output.type) == f16 and not isinstance(op.output.type, Fragment)
+    }
     if not casts or f16 not in computable:
         return {}
     if RTE_HALF in target.extensions:

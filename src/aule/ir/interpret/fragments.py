@@ -38,8 +38,7 @@ def _uniform(m: Machine, op: Op, value: Array) -> Array:
 
 
 def _fragment_fill(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    type_ = _fragment(m, op, op.result)
+    type_ = _fragment(m, op, op.output)
     shape = (len(m.lanes.first), type_.rows, type_.cols)
     fill = m.apply(op, lambda x: np.broadcast_to(_uniform(m, op, x)[:, None, None], shape))
     return collective(m, op, fill)
@@ -64,8 +63,7 @@ def _addresses(m: Machine, op: Op, type_: Fragment) -> Callable[[], tuple[Array,
 
 
 def _fragment_load(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    type_ = _fragment(m, op, op.result)
+    type_ = _fragment(m, op, op.output)
     memory, lanes, registers, result = m.memory[op.args[0]], m.lanes, m.registers, m.result(op)
     addresses, dtype = _addresses(m, op, type_), register_dtype(type_.elem)
 
@@ -93,8 +91,7 @@ def _fragment_store(m: Machine, op: Op) -> Step:
 
 
 def _fragment_mma(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    type_ = _fragment(m, op, op.result)
+    type_ = _fragment(m, op, op.output)
     wide = np.float64 if type_.elem.name == "f64" else np.float32 if type_.elem.is_float else np.int64
     exact = SCALARS["f64" if wide is np.float64 else "f32" if wide is np.float32 else "i64"]
     narrow = cast_function(exact, type_.elem)
@@ -144,8 +141,7 @@ def _fragment_set(m: Machine, op: Op) -> Step:
 
 
 def _fragment_pack(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    type_ = _fragment(m, op, op.result)
+    type_ = _fragment(m, op, op.output)
     elements, dtype = _elements(m, op, type_), register_dtype(type_.elem)
     shape = (len(m.lanes.first), type_.rows, type_.cols)
     if len(op.args) != elements.shape[1]:

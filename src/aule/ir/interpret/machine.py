@@ -173,8 +173,7 @@ class Machine:
 
     def result(self, op: Op) -> int:
         """The register slot of an operation's result."""
-        assert op.result is not None
-        return self.slot(op.result)
+        return self.slot(op.output)
 
     # -- compilation -----------------------------------------------------------------------------------------------
 

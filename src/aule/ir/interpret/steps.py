@@ -27,8 +27,8 @@ from aule.ir.types import Fragment, Pointer, Scalar, Vector, element, lanes_of
 
 
 def _const(m: Machine, op: Op) -> None:
-    assert op.result is not None and isinstance(op.result.type, Scalar)
-    m.put(op.result, constant(op.attrs["value"], op.result.type, m.lanes.count))
+    assert isinstance(op.output.type, Scalar)
+    m.put(op.output, constant(op.attrs["value"], op.output.type, m.lanes.count))
 
 
 def _thread_id(m: Machine, op: Op) -> None:
@@ -107,13 +107,11 @@ def _guarded(m: Machine, op: Op, compute: Step, wrong: Callable[[Array], Array],
 
 
 def _cast(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    return m.apply(op, cast_function(element(op.args[0].type), element(op.result.type)))
+    return m.apply(op, cast_function(element(op.args[0].type), element(op.output.type)))
 
 
 def _bitcast(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    source, target = op.args[0].type, op.result.type
+    source, target = op.args[0].type, op.output.type
     assert isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
     return m.apply(op, bitcast_function(source, target))
 
@@ -130,8 +128,8 @@ def _make_vector(m: Machine, op: Op) -> Step:
 
 
 def _splat(m: Machine, op: Op) -> Step:
-    assert op.result is not None and isinstance(op.result.type, Vector)
-    shape = (op.result.type.lanes, m.lanes.count)
+    assert isinstance(op.output.type, Vector)
+    shape = (op.output.type.lanes, m.lanes.count)
     return m.apply(op, lambda x: np.broadcast_to(x, shape))
 
 
@@ -150,20 +148,19 @@ def _permute(m: Machine, op: Op) -> Step:
 
 
 def _private(m: Machine, op: Op) -> Step:
-    assert op.result is not None and isinstance(op.result.type, Pointer) and op.result.type.length is not None
-    lanes, elem, length = m.lanes, op.result.type.elem, op.result.type.length
+    assert isinstance(op.output.type, Pointer) and op.output.type.length is not None
+    lanes, elem, length = m.lanes, op.output.type.elem, op.output.type.length
     data = np.empty(lanes.count * length, memory_dtype(elem))
     base = np.arange(lanes.count) * length
     memory = Memory(lanes, op.attrs["name"], elem, data, length, base=base, private=m.sanitize)
-    m.memory[op.result] = memory
+    m.memory[op.output] = memory
     return lambda: memory.forget(lanes.active)
 
 
 def _load(m: Machine, op: Op) -> Step:
-    assert op.result is not None
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, result, align = m.slot(op.args[1]), m.result(op), op.attrs["align"]
-    count = lanes_of(op.result.type)
+    count = lanes_of(op.output.type)
     shape = (lanes.count,) if count == 1 else (count, lanes.count)
     dtype = register_dtype(memory.elem)
 
@@ -198,10 +195,9 @@ def _cluster_addresses(m: Machine, op: Op, number: int, count: int, align: int) 
 
 
 def _cluster_load(m: Machine, op: Op) -> Step:
-    assert op.result is not None
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     number, result, align = m.slot(op.args[2]), m.result(op), op.attrs["align"]
-    count = lanes_of(op.result.type)
+    count = lanes_of(op.output.type)
     shape = (lanes.count,) if count == 1 else (count, lanes.count)
 
     def step() -> None:

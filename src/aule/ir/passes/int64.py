@@ -78,10 +78,9 @@ class _Int64(Rewriter):
         return typed(Pair, self.values[old])
 
     def _load(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        if element(op.result.type) not in _WIDE:
+        if element(op.output.type) not in _WIDE:
             return self.clone(op)
-        count = 2 * lanes_of(op.result.type)
+        count = 2 * lanes_of(op.output.type)
         pointer, index = self.value(op.args[0]), self.value(op.args[1]) * 2
         step, align = _pieces(count, op.attrs["align"])
         loads = [self.b.load(pointer, index + i, step, align) for i in range(0, count, step)]
@@ -107,8 +106,7 @@ class _Int64(Rewriter):
     # -- operations on each word separately ------------------------------------------------------------------------
 
     def _const(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        if element(op.result.type) not in _WIDE:
+        if element(op.output.type) not in _WIDE:
             return self.clone(op)
         return self._constant(int(op.attrs["value"]))
 
@@ -125,8 +123,7 @@ class _Int64(Rewriter):
             if op.opcode == "make_vector":
                 words.append(self.b.vector(args))
             elif op.opcode == "splat":
-                assert op.result is not None
-                words.append(self.b.splat(args[0], lanes_of(op.result.type)))
+                words.append(self.b.splat(args[0], lanes_of(op.output.type)))
             elif op.opcode == "permute":
                 words.append(self.b.permute(args[0], args[1] if len(args) == 2 else None, op.attrs["lanes"]))
             else:
@@ -142,15 +139,14 @@ class _Int64(Rewriter):
         return self.b.select(condition, yes[0], no[0]), self.b.select(condition, yes[1], no[1])
 
     def _var(self, op: Op) -> Lowered | None:
-        assert op.result is not None and isinstance(op.result.type, Ref)
-        if not _is_wide(op.result.type.target):
+        assert isinstance(op.output.type, Ref)
+        if not _is_wide(op.output.type.target):
             return self.clone(op)
-        names = [f"{op.result.hint}_{half}" if op.result.hint else "" for half in ("low", "high")]
+        names = [f"{op.output.hint}_{half}" if op.output.hint else "" for half in ("low", "high")]
         return tuple(self.b.var(w, name).ref for w, name in zip(self._pair(op.args[0]), names, strict=True))
 
     def _get(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        return tuple(self.b.get(r) for r in self._pair(op.args[0])) if _is_wide(op.result.type) else self.clone(op)
+        return tuple(self.b.get(r) for r in self._pair(op.args[0])) if _is_wide(op.output.type) else self.clone(op)
 
     def _set(self, op: Op) -> None:
         if not _is_wide(op.args[1].type):
@@ -312,8 +308,7 @@ class _Int64(Rewriter):
     # -- conversion ------------------------------------------------------------------------------------------------
 
     def _cast(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        source, target = element(op.args[0].type), element(op.result.type)
+        source, target = element(op.args[0].type), element(op.output.type)
         if source in _WIDE and target in _WIDE:
             return self._pair(op.args[0])
         if source in _WIDE:
@@ -361,8 +356,8 @@ class _Int64(Rewriter):
         return self.b.select(self._as_signed(pair[1]) < 0, -number, number) if signed else number
 
     def _bitcast(self, op: Op) -> Lowered | None:
-        assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
-        source, target = op.args[0], op.result.type
+        assert isinstance(op.output.type, Scalar | Vector)
+        source, target = op.args[0], op.output.type
         if _is_wide(source.type) and _is_wide(target):
             return self._pair(source)
         if _is_wide(source.type):

@@ -49,9 +49,8 @@ class _PackMemory(Rewriter):
     def _load(self, op: Op) -> Lowered | None:
         if not self._is_packed(op.args[0].type):
             return self.clone(op)
-        assert op.result is not None
         pointer, index = self.value(op.args[0]), self.value(op.args[1])
-        elem, lanes, align = element(op.result.type), lanes_of(op.result.type), int(op.attrs["align"])
+        elem, lanes, align = element(op.output.type), lanes_of(op.output.type), int(op.attrs["align"])
         per = 32 // elem.bits
         if lanes % per == 0 and align % per == 0:
             words = self.b.unpack(self.b.load(pointer, self._word(index, per), lanes // per, align // per))

@@ -80,19 +80,8 @@ class PassBuilder(Builder):
             return self.const(0, type_)
         return super()._fold(opcode, left, right)
 
-    def _append(
-        self,
-        opcode: str,
-        args: tuple[Value, ...],
-        type_: Type | None,
-        blocks: tuple[list[Op], ...],
-        attrs: dict[str, Any],
-    ) -> Op:
-        op = Op(opcode, args, attrs, None, blocks, self.where)
-        if type_ is not None:
-            op.result = Value(type_, op, "", self)
-        self._block.append(op)
-        return op
+    def _location(self) -> Location | None:
+        return self.where
 
 
 class Rewriter:
@@ -186,8 +175,8 @@ class Rewriter:
         args = tuple(self.value(a) for a in op.args)
         if OPS[op.opcode].category in ("binary", "compare"):
             return self.b.binary(op.opcode, *args)
-        if op.opcode == "cast" and op.result is not None and not isinstance(op.result.type, Fragment):
-            return self.b.cast(args[0], element(op.result.type))
+        if op.opcode == "cast" and not isinstance(op.output.type, Fragment):
+            return self.b.cast(args[0], element(op.output.type))
         type_ = None if op.result is None else self.retype(op.result.type)
         result = self.b.emit(op.opcode, args, type_, **op.attrs)
         return None if type_ is None else result

@@ -63,16 +63,15 @@ class _WidenInt(Rewriter):
         return elem if elem not in self._small else i32 if elem.is_signed else u32
 
     def _const(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        elem = element(op.result.type)
+        elem = element(op.output.type)
         if elem not in self._small:
             return self.clone(op)
         return self.b.const(wrap(int(op.attrs["value"]), elem), self._wide(elem))
 
     def _wrapped(self, op: Op) -> Lowered | None:
         new = self.clone(op)
-        assert op.result is not None and isinstance(new, Value)
-        return self._wrap(new, element(op.result.type))
+        assert isinstance(new, Value)
+        return self._wrap(new, element(op.output.type))
 
     def _wrap(self, value: Value, elem: Scalar) -> Value:
         """Wrap a 32-bit value to the range of ``elem``."""
@@ -83,8 +82,7 @@ class _WidenInt(Rewriter):
         return value & ((1 << elem.bits) - 1)
 
     def _cast(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        value, elem = self.value(op.args[0]), element(op.result.type)
+        value, elem = self.value(op.args[0]), element(op.output.type)
         if elem not in self._small:
             return self.b.cast(value, elem)
         if element(value.type).is_float:
@@ -93,19 +91,17 @@ class _WidenInt(Rewriter):
         return self._wrap(self.b.cast(value, self._wide(elem)), elem)
 
     def _load(self, op: Op) -> Lowered | None:
-        assert op.result is not None
         pointer = self.value(op.args[0])
-        type_ = with_element(op.result.type, element(pointer.type))  # type: ignore[arg-type]
+        type_ = with_element(op.output.type, element(pointer.type))  # type: ignore[arg-type]
         loaded = self.b.emit("load", (pointer, self.value(op.args[1])), type_, **op.attrs)
-        return self.b.cast(loaded, self._wide(element(op.result.type)))
+        return self.b.cast(loaded, self._wide(element(op.output.type)))
 
     def _store(self, op: Op) -> None:
         pointer, index, value = (self.value(a) for a in op.args)
         self.b.store(pointer, index, self.b.cast(value, element(pointer.type)), op.attrs["align"])
 
     def _bitcast(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        source, target = op.args[0].type, op.result.type
+        source, target = op.args[0].type, op.output.type
         assert isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
         if not (self._is_small(source) or self._is_small(target)):
             return self.clone(op)
