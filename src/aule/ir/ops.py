@@ -357,3 +357,11 @@ OPS: dict[str, OpInfo] = {
     ),
     "comment": OpInfo("target", 0, "a comment in the rendered source", ("text",), result=False),
 }
+
+SUBGROUP_OPS = frozenset(
+    {"lane_id", "subgroup_id", "subgroup_barrier"}
+    | {opcode for opcode, info in OPS.items() if info.category == "subgroup"}
+)
+"""Operations that need subgroups, besides those of matrix units."""
+MATRIX_OPS = frozenset(opcode for opcode, info in OPS.items() if info.category in ("fragment", "warpgroup"))
+"""Operations of matrix units."""

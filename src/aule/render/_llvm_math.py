@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from aule.ir.builder import Builder
 from aule.ir.kernel import Op, Value
 from aule.ir.ops import OPS
-from aule.ir.types import Scalar, Vector, element, f16, f32, lanes_of, u16, u64
+from aule.ir.types import Scalar, Vector, element, f16, f32, lanes_of, u16, u64, vector_type
 from aule.render._llvm_emitter import Emitter, constant, llvm_type, refuse, suffix
 from aule.render._llvm_exp2 import AVX512, condition, exp2
 
@@ -61,7 +61,7 @@ def arithmetic(e: Emitter, op: Op, processor: Processor) -> None:
     elem = element(type_)
     if elem == f16:
         # Computed in f32: it has more than twice the precision, so rounding twice equals rounding once.
-        wide = with_element(type_, f32)
+        wide = vector_type(f32, lanes_of(type_))
         texts = [cast(e, text, type_, f32, processor) for text in texts]
         result = _compute(e, op.opcode, texts, wide, processor)
         if OPS[op.opcode].category != "compare":
@@ -138,9 +138,10 @@ def _integer(e: Emitter, opcode: str, args: list[str], type_: Shape) -> str:
                 return args[0]
             return e.emit(f"call {t} @llvm.abs.{suffix(type_)}({t} {args[0]}, i1 false)")
         case "mulhi":
-            wide = llvm_type(with_element(type_, u64))
+            words = vector_type(u64, lanes_of(type_))
+            wide = llvm_type(words)
             a, b = (e.emit(f"zext {t} {x} to {wide}") for x in args)
-            high = e.emit(f"lshr {wide} {e.emit(f'mul {wide} {a}, {b}')}, {constant(32, with_element(type_, u64))}")
+            high = e.emit(f"lshr {wide} {e.emit(f'mul {wide} {a}, {b}')}, {constant(32, words)}")
             return e.emit(f"trunc {wide} {high} to {t}")
         case "min" | "max":
             return _call(e, f"{'s' if elem.is_signed else 'u'}{opcode}", type_, args)
@@ -167,11 +168,10 @@ def dot_pairs(e: Emitter, op: Op, processor: Processor) -> None:
 
 def float_to_bfloat(b: Builder, value: Value) -> Value:
     """f32 to bf16 bits in a u16 of the same shape by instructions: nearest, ties to even; subnormals become zero."""
-    shape = _shape(value)
-    source, bits = llvm_type(shape), llvm_type(with_element(shape, u16))
+    source, bits = llvm_type(value.type), vector_type(u16, lanes_of(value.type))
     bfloat = source.replace("float", "bfloat")
-    code = f"{{0}}.b = fptrunc {source} {{1}} to {bfloat}\n  {{0}} = bitcast {bfloat} {{0}}.b to {bits}"
-    result = b.intrinsic("llvm", code, [value], with_element(shape, u16))
+    code = f"{{0}}.b = fptrunc {source} {{1}} to {bfloat}\n  {{0}} = bitcast {bfloat} {{0}}.b to {llvm_type(bits)}"
+    result = b.intrinsic("llvm", code, [value], bits)
     assert result is not None
     return result
 
@@ -194,7 +194,7 @@ def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Process
         e.needs.update(processor.features & {"f16c"})
         if f32 not in (source, target):
             text = cast(e, text, type_, f32, processor)
-            type_, source = with_element(type_, f32), f32
+            type_, source = vector_type(f32, lanes_of(type_)), f32
     if source.is_float and target.is_float:
         name = "fpext" if source.bits < target.bits else "fptrunc"
     elif source.is_float:
@@ -207,18 +207,13 @@ def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Process
         name = "trunc"
     if source.bits == target.bits and source.is_float == target.is_float:
         return text  # LLVM's integers have no sign
-    return e.emit(f"{name} {llvm_type(type_)} {text} to {llvm_type(with_element(type_, target))}")
+    return e.emit(f"{name} {llvm_type(type_)} {text} to {llvm_type(vector_type(target, lanes_of(type_)))}")
 
 
 def bitcast(e: Emitter, op: Op) -> None:
     source, target = llvm_type(op.args[0].type), llvm_type(op.output.type)
     text = e.operand(op.args[0])
     e.bind(op.output, text if source == target else e.emit(f"bitcast {source} {text} to {target}"))
-
-
-def with_element(type_: Shape, elem: Scalar) -> Shape:
-    """Replace the element type and keep the shape."""
-    return Vector(elem, type_.lanes) if isinstance(type_, Vector) else elem
 
 
 def _shape(value: Value) -> Shape:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aule.ir.constants import float_bits
 from aule.ir.kernel import Op
-from aule.ir.types import Scalar, element, f32, u32
-from aule.render._ptx_emitter import Emitter, float_bits, lane_count, refuse, register_class
+from aule.ir.types import Scalar, element, f32, lanes_of, u32
+from aule.render._ptx_emitter import Emitter, refuse, register_class
 
 
 def integer_type(elem: Scalar) -> str:
@@ -142,7 +143,7 @@ def bitcast(e: Emitter, op: Op) -> None:
     if "bool" in (source.kind, target.kind):
         raise refuse(op, "numbers of the same size", f"{source} and {target}", "compare or select instead")
     lanes = e.registers(op.args[0])
-    if len(lanes) * source.bits != lane_count(op.output) * target.bits:
+    if len(lanes) * source.bits != lanes_of(op.output.type) * target.bits:
         raise refuse(op, "types of the same size", f"{op.args[0].type} and {op.output.type}", "check the lanes")
     cls = register_class(target)
     if source.bits == target.bits:

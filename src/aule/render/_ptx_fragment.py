@@ -36,19 +36,8 @@ def render(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Emit an operation on fragments."""
     if op.opcode == "fragment_load":
         _load(e, addresses, op)
-    elif op.opcode == "fragment_mma":
-        _mma(e, op)
-    elif op.opcode == "fragment_fill":
-        _fill(e, op)
-    elif op.opcode == "fragment_pack":
-        _pack(e, op)
-    elif op.opcode == "fragment_length":
-        registers_of(op, _type(op.args[0]))
-        e.bind_integer(op.output, _COMPONENTS)
-    elif op.opcode == "fragment_get":
-        _get(e, op)
-    elif op.opcode == "fragment_set":
-        _set(e, op)
+    elif op.opcode in _IN_REGISTERS:
+        _IN_REGISTERS[op.opcode](e, op)
     else:
         raise refuse(op, "fragments that stay in registers", op.opcode, "store their components")
 
@@ -68,7 +57,6 @@ def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
         return
     # Blocks of 8 x 8: lanes 0-15 address the rows of blocks 0 and 1, lanes 16-31 those of 2 and 3.
     lane = e.once("%laneid", "mov.u32", "r", "%laneid")
-    e.uses_subgroups = True
     low = e.once("lane & 15", "and.b32", "r", lane, "15")
     far = e.once("lane >> 4", "shr.u32", "r", lane, "4")
     straight = type_.use == "a"
@@ -86,9 +74,7 @@ def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
     stride = e.operands(op.args[2])[0]
     own = e.once(("own", row, column, stride), "mad.lo.s32", "r", row, stride, column)
     bytes_ = e.once(("own bytes", own), "shl.b32", "r", own, "1")
-    base, offset = addresses.locate(memory, op.args[1])
-    if not base.startswith("%"):
-        base = addresses.symbol_of(memory)
+    base, offset = addresses.locate_register(memory, op.args[1])
     place = e.once(("ldmatrix", base, bytes_), "add.s32", "r", base, bytes_)
     out = [e.new("r") for _ in range(4)]
     e.line(f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{{', '.join(out)}}}, {at(place, offset)};")
@@ -103,16 +89,13 @@ def _load_words(e: Emitter, addresses: Addresses, op: Op) -> None:
     """
     type_, memory = _type(op.output), addresses.memory(op.args[0])
     lane = e.once("%laneid", "mov.u32", "r", "%laneid")
-    e.uses_subgroups = True
     group = e.once("lane >> 2", "shr.u32", "r", lane, "2")
     quarter = e.once("lane & 3", "and.b32", "r", lane, "3")
     pair = e.once("(lane & 3) * 2", "shl.b32", "r", quarter, "1")
     neighbours = op.attrs["layout"] == ("row" if type_.use == "a" else "column")
     row, column = (group, pair) if neighbours else (pair, group)
     stride = e.operands(op.args[2])[0]
-    base, offset = addresses.locate(memory, op.args[1])
-    if not base.startswith("%"):
-        base = addresses.symbol_of(memory)
+    base, offset = addresses.locate_register(memory, op.args[1])
 
     def place(line: int, further: int) -> str:
         """Address ``line`` lines below the lane's first element and ``further`` elements on."""
@@ -156,7 +139,6 @@ def _mma(e: Emitter, op: Op) -> None:
             for k in range(2):
                 total = _multiply(e, "m16n8k8.row.col.f32.f16.f16.f32", a[2 * k : 2 * k + 2], right[k : k + 1], total)
         out += total
-    e.uses_subgroups = True
     e.bind(op.output, tuple(out))
 
 
@@ -173,7 +155,6 @@ def _mma_tf32(e: Emitter, op: Op, a: tuple[str, ...], b: tuple[str, ...], c: tup
             shape = "m16n8k8.row.col.f32.tf32.tf32.f32"
             total = _multiply(e, shape, (x[0], x[2], x[1], x[3]), tuple(y), total)
         out += total
-    e.uses_subgroups = True
     e.bind(op.output, tuple(out))
 
 
@@ -225,3 +206,14 @@ def _set(e: Emitter, op: Op) -> None:
     else:
         registers[component] = new
     e.bind(op.output, tuple(registers))
+
+
+def _length(e: Emitter, op: Op) -> None:
+    registers_of(op, _type(op.args[0]))
+    e.bind_integer(op.output, _COMPONENTS)
+
+
+_IN_REGISTERS = {
+    "fragment_mma": _mma, "fragment_fill": _fill, "fragment_pack": _pack, "fragment_length": _length,
+    "fragment_get": _get, "fragment_set": _set,
+}  # fmt: skip

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from aule.ir.constants import COMPARE, computed, wrap
 from aule.ir.kernel import Op
-from aule.ir.types import SCALARS, Scalar, element, f32
+from aule.ir.types import SCALARS, Scalar, element, f32, lanes_of
 from aule.render._ptx_convert import extend_byte, from_f32, integer_type, split, to_f32
-from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, refuse, register_class
+from aule.render._ptx_emitter import Emitter, f32_text, move_type, refuse, register_class
 
 _PAIRED = {"add", "sub", "mul", "fma"}
 """Operations with an instruction for two f16."""
@@ -75,12 +75,12 @@ _INSTRUCTIONS = _instructions()
 def lanewise(e: Emitter, op: Op) -> None:
     """Emit a unary, binary, compare or fused operation: one instruction per lane, or per pair of 16-bit lanes."""
     elem = element(op.args[0].type)
-    if elem.is_int and lane_count(op.output) == 1 and _fold(e, op, elem):
+    if elem.is_int and lanes_of(op.output.type) == 1 and _fold(e, op, elem):
         return
     if op.opcode == "small":
         e.bind(op.output, e.registers(op.args[0]))
         return
-    paired = _pair_instruction(e, op.opcode, elem.name) if lane_count(op.output) > 1 else None
+    paired = _pair_instruction(e, op.opcode, elem.name) if lanes_of(op.output.type) > 1 else None
     if paired is not None:
         e.bind(op.output, _in_pairs(e, paired, [e.registers(x) for x in op.args]))
         return
@@ -221,7 +221,7 @@ def select(e: Emitter, op: Op) -> None:
     if known is not None:
         e.bind_same(op.output, yes if known else no)
         return
-    n, elem = lane_count(op.output), element(op.output.type)
+    n, elem = lanes_of(op.output.type), element(op.output.type)
     conditions = e.operands(condition)
     if len(conditions) < n:
         conditions = conditions * n

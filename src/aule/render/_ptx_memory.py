@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from aule.artifact import Param
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.types import Pointer, Scalar, element
+from aule.ir.types import Pointer, Scalar, element, lanes_of
 from aule.render._ptx_convert import join, split
-from aule.render._ptx_emitter import Emitter, lane_count, refuse, register_class
+from aule.render._ptx_emitter import Emitter, refuse, register_class
 
 STATIC_SHARED_BYTES = 48 * 1024
 """More shared memory than this must be requested at launch."""
@@ -98,6 +98,11 @@ class Addresses:
             return e.once(("far", base, offset), "add.s64", "rd", base, str(offset)), 0
         return base, offset
 
+    def locate_register(self, memory: Memory, index: Value) -> tuple[str, int]:
+        """As `locate`, with the base always in a register."""
+        base, offset = self.locate(memory, index)
+        return (base if base.startswith("%") else self.symbol_of(memory)), offset
+
     def _scaled(self, instruction: str, cls: str, register: str, size: int, base: str) -> str:
         return self._e.once((instruction, register, size, base), instruction, cls, register, str(size), base)
 
@@ -120,7 +125,7 @@ def load(e: Emitter, addresses: Addresses, op: Op) -> None:
     base, offset = addresses.locate(memory, op.args[1])
     if op.opcode == "load_streaming":  # .cs: evict first
         memory = replace(memory, load=memory.load.replace("ld.global", "ld.global.cs"))
-    lanes, elem = lane_count(op.output), memory.elem
+    lanes, elem = lanes_of(op.output.type), memory.elem
     step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     out: list[str] = []
     for i in range(0, lanes, step):
@@ -180,7 +185,7 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     suffix = _atomic_suffix(op, memory.elem)
     base, offset = addresses.locate(memory, op.args[1])
     cls = register_class(memory.elem)
-    if lane_count(op.output) == 1:
+    if lanes_of(op.output.type) == 1:
         value = e.operands(op.args[2])[0]
         order = ".acq_rel.gpu" if op.attrs["ordered"] else ""
         e.bind(op.output, (e.emit(f"atom{order}.{memory.space}.{suffix}", cls, at(base, offset), value),))
@@ -213,7 +218,7 @@ def _atomic_suffix(op: Op, elem: Scalar) -> str:
 def cluster_load(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Emit a load from another workgroup's shared memory."""
     memory = replace(addresses.memory(op.args[0]), load="ld.shared::cluster")
-    e.bind(op.output, tuple(_load(e, memory, _cluster_address(e, addresses, op, op.args[2]), lane_count(op.output))))
+    e.bind(op.output, tuple(_load(e, memory, _cluster_address(e, addresses, op, op.args[2]), lanes_of(op.output.type))))
 
 
 def cluster_post(e: Emitter, addresses: Addresses, op: Op) -> None:
@@ -227,9 +232,7 @@ def _cluster_address(e: Emitter, addresses: Addresses, op: Op, number: Value) ->
     if e.arch.number < 90:
         raise refuse(op, "sm_90 or newer", e.arch.name, "leave clusters out")
     memory = addresses.memory(op.args[0])
-    base, offset = addresses.locate(memory, op.args[1])
-    if not base.startswith("%"):
-        base = addresses.symbol_of(memory)
+    base, offset = addresses.locate_register(memory, op.args[1])
     who = e.registers(number)[0]
     return at(e.once(("mapa", base, who), "mapa.shared::cluster.u32", "r", base, who), offset)
 

@@ -25,7 +25,6 @@ def render(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
     """Emit an operation of a warpgroup; ``subgroups`` is the number of subgroups per workgroup."""
     if e.arch.number != 90:
         raise refuse(op, "sm_90", e.arch.name, "plan for its own matrix units")
-    e.uses_subgroups = True
     if op.opcode in _PLAIN:
         e.line(_PLAIN[op.opcode])
     elif op.opcode == "warpgroup_wait":
@@ -87,9 +86,7 @@ def _descriptor(
     if memory.offset % _GROUP_BYTES:
         raise refuse(op, f"factors in memory that starts at a multiple of {_GROUP_BYTES} bytes", memory.offset,
                      "declare that shared array first")  # fmt: skip
-    base, offset = addresses.locate(memory, index)
-    if not base.startswith("%"):
-        base = addresses.symbol_of(memory)
+    base, offset = addresses.locate_register(memory, index)
     panel_bytes = 2 * panels.stride
     stride = panel_bytes if across else 16  # unused if a product stays within a panel along the sum
     fixed = _SWIZZLE_128 | (_GROUP_BYTES >> 4) << 32 | (stride >> 4) << 16

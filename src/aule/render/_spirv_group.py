@@ -36,12 +36,6 @@ _ATOMICS = {
     "xor": {"int": Spv.AtomicXor, "uint": Spv.AtomicXor},
     "exchange": {"int": Spv.AtomicExchange, "uint": Spv.AtomicExchange},
 }
-SUBGROUP_OPS = {
-    "lane_id", "subgroup_id", "subgroup_barrier", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any",
-    "subgroup_all", "fragment_fill", "fragment_load", "fragment_store", "fragment_mma", "fragment_length",
-    "fragment_get", "fragment_set", "fragment_pack",
-}  # fmt: skip
-"""Operations that need subgroups."""
 
 
 class Group:

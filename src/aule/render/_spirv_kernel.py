@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from aule.artifact import scalar_offsets
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.ops import MATRIX_OPS, SUBGROUP_OPS
 from aule.ir.types import Fragment, Ref, Scalar, Vector, bf16, bool_, element, f16, f64, i32, u32, with_element
-from aule.render._spirv_group import SUBGROUP_OPS, Group
+from aule.render._spirv_group import Group
 from aule.render._spirv_indices import Indices
 from aule.render._spirv_memory import Memory, MemoryRules, block_widths
 from aule.render._spirv_module import Module
@@ -68,8 +69,8 @@ class KernelRenderer:
         self._quotients: dict[tuple[Value, int], int] = {}
         self._inputs: dict[tuple[str, int], int] = {}
         opcodes = {op.opcode for op in kernel.walk()}
-        self.fragments = any(name.startswith("fragment") for name in opcodes)
-        self.subgroups = bool(opcodes & SUBGROUP_OPS)
+        self.fragments = bool(opcodes & MATRIX_OPS)
+        self.subgroups = self.fragments or bool(opcodes & SUBGROUP_OPS)
         self._check(opcodes)
         coherent = "device_fence" in opcodes or any(
             op.attrs.get(x) for op in kernel.walk() for x in ("global_memory", "ordered")
@@ -123,7 +124,7 @@ class KernelRenderer:
 
     def _check(self, opcodes: set[str]) -> None:
         if self.subgroups and not self.target.subgroup_size:
-            used = ", ".join(sorted(opcodes & SUBGROUP_OPS))
+            used = ", ".join(sorted(opcodes & (SUBGROUP_OPS | MATRIX_OPS)))
             raise KernelError(
                 f"[spirv] expected a target with subgroup operations for {used}, got {self.target.name} without; "
                 "plan the kernel through shared memory"

@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 
+from aule.ir.constants import float_bits
 from aule.ir.types import Fragment, Scalar, Vector, u32
 from aule.render._spirv_ops import (
     MAGIC,
@@ -39,25 +40,12 @@ def literal(text: str) -> list[int]:
 
 def constant_words(type_: Scalar, value: float | int | bool) -> tuple[int, ...]:
     """The words of a number: low word first, narrow integers sign-extended, narrow floats zero-extended."""
-    if type_.is_float:
-        if type_.bits == 32:
-            return struct.unpack("<I", _pack("<f", value))
-        if type_.bits == 64:
-            return struct.unpack("<2I", struct.pack("<d", value))
-        return struct.unpack("<H", _pack("<e", value))
-    number = int(value) & ((1 << type_.bits) - 1)
+    number = float_bits(value, type_) if type_.is_float else int(value) & ((1 << type_.bits) - 1)
     if type_.bits == 64:
         return (number & 0xFFFFFFFF, number >> 32)
-    if type_.is_signed and number >> (type_.bits - 1):
+    if type_.kind == "int" and number >> (type_.bits - 1):
         number |= (0xFFFFFFFF << type_.bits) & 0xFFFFFFFF
     return (number,)
-
-
-def _pack(code: str, value: float) -> bytes:
-    try:
-        return struct.pack(code, value)
-    except OverflowError:
-        return struct.pack(code, float("inf") if value > 0 else float("-inf"))
 
 
 class Module:

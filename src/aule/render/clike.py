@@ -15,7 +15,7 @@ import numpy as np
 from aule.artifact import Artifact, Param
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
-from aule.ir.ops import OPS
+from aule.ir.ops import OPS, SUBGROUP_OPS
 from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, ValueType, Vector, bool_, element, f16
 from aule.render._clike_names import Names
 from aule.target import Target
@@ -30,10 +30,8 @@ _SHIFTS = ("shl", "shr")
 _LOGICAL = {"and": "&&", "or": "||", "xor": "!="}
 _WIDENING = frozenset({"add", "sub", "mul", "div", "shl"})
 """Operations that C computes in a wider type if the operands are narrow."""
-SUBGROUP_OPS = frozenset(
-    {"lane_id", "subgroup_id", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any", "subgroup_all",
-     "subgroup_barrier"}
-)  # fmt: skip
+_MOVABLE = frozenset({"leaf", "unary", "binary", "compare", "ternary", "cast", "vector", "variable"})
+"""Categories of operations that may be evaluated later."""
 
 
 class Expr(NamedTuple):
@@ -210,7 +208,7 @@ class Printer(ABC):
             len(users) == 1
             and self._home[id(users[0])] == self._home[id(op)]
             and users[0].opcode != "intrinsic"
-            and self.movable(op)
+            and OPS[op.opcode].category in _MOVABLE
             and len(expr.text) <= _INLINE_CHARS
         ):
             self._text[value] = expr
@@ -411,21 +409,6 @@ class Printer(ABC):
     def extract(self, vector: Value, lane: int) -> Expr:
         """One lane of a vector."""
         return Expr(f"{self.operand(vector)}{swizzle(vector.type, lane)}")
-
-    def movable(self, op: Op) -> bool:
-        """True if an operation may be evaluated later."""
-        if op.opcode in SUBGROUP_OPS:
-            return op.opcode in ("lane_id", "subgroup_id")
-        return OPS[op.opcode].category in (
-            "leaf",
-            "unary",
-            "binary",
-            "compare",
-            "ternary",
-            "cast",
-            "vector",
-            "variable",
-        )
 
     # -- language-specific -----------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from aule.ir.constants import wrap
 from aule.ir.kernel import Value
 from aule.ir.types import Pointer, Scalar, ValueType, Vector, f64
 from aule.render.clike import Expr, Printer, decimal
@@ -57,9 +58,7 @@ class CPrinter(Printer):
         return Expr(text, not text.startswith("-"))
 
     def _integer(self, value: int, type_: Scalar) -> Expr:
-        value &= (1 << type_.bits) - 1
-        if type_.is_signed and value >> (type_.bits - 1):
-            value -= 1 << type_.bits
+        value = wrap(value, type_)
         if type_.bits < 32:
             return Expr(f"({self.type_name(type_)}){value}" if value >= 0 else f"({self.type_name(type_)})({value})")
         suffix = ("" if type_.is_signed else "u") + ("L" if type_.bits == 64 else "")

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 from aule.artifact import Artifact
 from aule.errors import KernelError
-from aule.ir.constants import wrap
+from aule.ir.constants import float_bits, wrap
 from aule.ir.kernel import KernelIR, Op, Value, walk
-from aule.ir.ops import OPS
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, element, u16
+from aule.ir.ops import MATRIX_OPS, OPS, SUBGROUP_OPS
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, element, lanes_of, u16
 from aule.render import _ptx_fragment, _ptx_math, _ptx_memory, _ptx_subgroup, _ptx_warpgroup
 from aule.render._ptx_convert import bitcast, cast_lanes, e4m3_halves
 from aule.render._ptx_emitter import (
@@ -25,8 +25,6 @@ from aule.render._ptx_emitter import (
     Emitter,
     f32_text,
     f64_text,
-    float_bits,
-    lane_count,
     move_type,
     refuse,
     register_class,
@@ -40,7 +38,11 @@ _AXES = "xyz"
 
 
 def _paired_words(op: Op) -> bool:
-    return op.opcode in _ptx_math.WORD_PAIRS and element(op.args[0].type) == u16 and lane_count(op.args[0]) > 1
+    return op.opcode in _ptx_math.WORD_PAIRS and element(op.args[0].type) == u16 and lanes_of(op.args[0].type) > 1
+
+
+def _is_vector_atomic(op: Op) -> bool:
+    return op.opcode == "atomic" and lanes_of(op.args[2].type) > 1
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
@@ -91,7 +93,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         shared_bytes=kernel.shared_bytes,
         dynamic_shared=dynamic,
         subgroup_size=kernel.subgroup_size,
-        uses_subgroups=body.emitter.uses_subgroups,
+        uses_subgroups=not (SUBGROUP_OPS | MATRIX_OPS).isdisjoint(op.opcode for op in kernel.walk()),
         dependent_launch=arch.number >= 90 and any(op.opcode == "launch_await" for op in kernel.walk()),
     )
 
@@ -101,8 +103,8 @@ def _version(kernel: KernelIR, arch: Arch) -> str:
     version = arch.version
     if version == "6.3" and any(op.opcode.startswith("fragment") for op in kernel.walk()):
         version = "6.5"  # ldmatrix and mma.sync of these shapes
-    if version in ("7.8", "8.0") and any(op.opcode == "atomic" and lane_count(op.args[2]) > 1 for op in kernel.walk()):
-        version = "8.1"  # vector atomics
+    if version in ("7.8", "8.0") and any(_is_vector_atomic(op) for op in kernel.walk()):
+        version = "8.1"
     if version == "7.8" and (_ends_in_cluster_barrier(kernel) or any(_paired_words(op) for op in kernel.walk())):
         version = "8.0"  # arithmetic on pairs of 16-bit integers, and relaxed cluster barriers
     return version
@@ -250,7 +252,6 @@ class _Body:
         else:
             special = f"%{'ctaid' if op.opcode == 'group_id' else 'nctaid'}.{_AXES[op.attrs['axis']]}"
             register = e.once(special, "mov.u32", "r", special)
-        e.uses_subgroups |= op.opcode in ("lane_id", "subgroup_id")
         e.bind(op.output, (register,))
 
     def _cast(self, op: Op) -> None:
@@ -269,7 +270,7 @@ class _Body:
         self.emitter.bind(op.output, tuple(self.emitter.operands(x)[0] for x in op.args))
 
     def _splat(self, op: Op) -> None:
-        self.emitter.bind(op.output, self.emitter.operands(op.args[0]) * lane_count(op.output))
+        self.emitter.bind(op.output, self.emitter.operands(op.args[0]) * lanes_of(op.output.type))
 
     def _extract(self, op: Op) -> None:
         every = [lane for x in op.args for lane in self.emitter.operands(x)]
@@ -385,9 +386,9 @@ class _Body:
             raise refuse(op, "an intrinsic of ptx", op.attrs["language"], "choose the kernel by the target")
         result: str | tuple[str, ...] = ""
         if op.result is not None:
-            registers = tuple(e.new_for(element(op.result.type)) for _ in range(lane_count(op.result)))
+            registers = tuple(e.new_for(element(op.result.type)) for _ in range(lanes_of(op.result.type)))
             e.bind(op.result, registers)
-            result = registers if lane_count(op.result) > 1 else registers[0]
+            result = registers if lanes_of(op.result.type) > 1 else registers[0]
         operands = [self._operand(x) for x in op.args]
         try:
             text = op.attrs["code"].format(result, *operands).strip()

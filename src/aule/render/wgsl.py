@@ -14,6 +14,7 @@ from typing import ClassVar
 from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.builder import Builder
+from aule.ir.constants import wrap
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
 from aule.ir.types import (
@@ -176,10 +177,9 @@ class _Wgsl(Printer):
         if type_ == bool_:
             return Expr("true" if value else "false")
         if type_.is_int:
-            number = int(value) & 0xFFFFFFFF
+            number = wrap(int(value), type_)
             if type_ == u32:
                 return Expr(f"{number}u")
-            number -= (number >> 31) << 32
             return Expr("i32(-2147483648)") if number == -(1 << 31) else Expr(str(number), number >= 0)
         value = float(value)
         if math.isfinite(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from aule.ir.interpret.machine import Compiler, Machine, Step
+from aule.ir.interpret.machine import Compiler, Machine, Step, nothing
 from aule.ir.kernel import Op
 
 
@@ -35,10 +35,6 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
             m.fences.barrier(np.unique(lanes.group) if slots is None else lanes.group[slots * lanes.workgroup])
 
     return step
-
-
-def _nothing(m: Machine, op: Op) -> None:
-    """Compile to nothing: launches of the interpreter never overlap."""
 
 
 def _device_fence(m: Machine, op: Op) -> Step | None:
@@ -131,7 +127,7 @@ def _subgroup_all(m: Machine, op: Op) -> Step:
 
 COMPILERS: dict[str, Compiler] = {
     "barrier": _barrier, "device_fence": _device_fence, "workgroup_any": _workgroup_any,
-    "launch_next": _nothing, "launch_await": _nothing, "cluster_barrier": _cluster_barrier,
+    "launch_next": nothing, "launch_await": nothing, "cluster_barrier": _cluster_barrier,
     "subgroup_barrier": _subgroup_barrier,
     "shuffle": _shuffle, "shuffle_xor": _shuffle_xor,
     "subgroup_reduce": _subgroup_reduce, "subgroup_any": _subgroup_any, "subgroup_all": _subgroup_all,

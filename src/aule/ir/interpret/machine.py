@@ -219,6 +219,10 @@ class Machine:
         return step
 
 
+def nothing(m: Machine, op: Op) -> None:
+    """Compile an operation that has no effect in the interpreter."""
+
+
 def run(steps: list[Step]) -> None:
     """Run compiled operations in order."""
     for step in steps:

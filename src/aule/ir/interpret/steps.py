@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir.interpret.machine import Compiler, Machine, Step, run
+from aule.ir.interpret.machine import Compiler, Machine, Step, nothing, run
 from aule.ir.interpret.memory import Memory
 from aule.ir.interpret.numbers import (
     Array,
@@ -18,7 +18,6 @@ from aule.ir.interpret.numbers import (
     e4m3_halves,
     function,
     memory_dtype,
-    register_dtype,
 )
 from aule.ir.kernel import Op
 from aule.ir.types import Fragment, Pointer, Scalar, Vector, element, lanes_of
@@ -116,10 +115,6 @@ def _bitcast(m: Machine, op: Op) -> Step:
     return m.apply(op, bitcast_function(source, target))
 
 
-def _e4m3_halves(m: Machine, op: Op) -> Step:
-    return m.apply(op, e4m3_halves)
-
-
 # Vectors: a row per vector lane.
 
 
@@ -161,20 +156,25 @@ def _load(m: Machine, op: Op) -> Step:
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, result, align = m.slot(op.args[1]), m.result(op), op.attrs["align"]
     count = lanes_of(op.output.type)
-    shape = (lanes.count,) if count == 1 else (count, lanes.count)
-    dtype = register_dtype(memory.elem)
 
     def step() -> None:
         active = lanes.active
         address = memory.addresses(op, registers[index], active, count, align)
-        value = memory.read(op, address, active)
-        registers[result] = value if active is None else _scatter(value, active, np.zeros(shape, dtype))
+        registers[result] = _scatter(memory.read(op, address, active), active, lanes.count)
 
     return step
 
 
-def _scatter(value: Array, active: Array, out: Array) -> Array:
-    """Write values of the active lanes into an array of all lanes."""
+def _gather(value: Array, active: Array | None) -> Array:
+    """Values of the active lanes."""
+    return value if active is None else value[..., active]
+
+
+def _scatter(value: Array, active: Array | None, count: int) -> Array:
+    """Values of the active lanes in an array of all ``count`` lanes, with zeros elsewhere."""
+    if active is None:
+        return value
+    out = np.zeros((*value.shape[:-1], count), value.dtype)
     out[..., active] = value
     return out
 
@@ -183,14 +183,13 @@ def _cluster_addresses(m: Machine, op: Op, number: int, count: int, align: int) 
     """Addresses of an access to other workgroups of the cluster; the register ``number`` holds their numbers."""
     memory, lanes, registers, cluster = m.memory[op.args[0]], m.lanes, m.registers, m.kernel.cluster
     active = lanes.active
-    who = registers[number] if active is None else registers[number].take(active)
+    who = _gather(registers[number], active)
     if who.size and (int(who.min()) < 0 or int(who.max()) >= cluster):
         where = int(np.flatnonzero((who < 0) | (who >= cluster))[0])
         lane = where if active is None else int(active[where])
         raise lanes.error(op, lane, f"no workgroup {int(who[where])} in a cluster of {cluster}")
     address = memory.addresses(op, registers[m.slot(op.args[1])], active, count, align)
-    slot = lanes.slot if active is None else lanes.slot.take(active)
-    result: Array = address + (who - slot % cluster) * memory.length
+    result: Array = address + (who - _gather(lanes.slot, active) % cluster) * memory.length
     return result
 
 
@@ -198,13 +197,10 @@ def _cluster_load(m: Machine, op: Op) -> Step:
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     number, result, align = m.slot(op.args[2]), m.result(op), op.attrs["align"]
     count = lanes_of(op.output.type)
-    shape = (lanes.count,) if count == 1 else (count, lanes.count)
 
     def step() -> None:
         active, address = lanes.active, _cluster_addresses(m, op, number, count, align)
-        value = np.zeros(shape, register_dtype(memory.elem))
-        value[..., slice(None) if active is None else active] = memory.read_other(op, address, active)
-        registers[result] = value
+        registers[result] = _scatter(memory.read_other(op, address, active), active, lanes.count)
 
     return step
 
@@ -215,8 +211,7 @@ def _cluster_post(m: Machine, op: Op) -> Step:
 
     def step() -> None:
         active, address = lanes.active, _cluster_addresses(m, op, number, 1, 1)
-        value = registers[source] if active is None else registers[source].take(active)
-        memory.post_other(op, address, value, active)
+        memory.post_other(op, address, _gather(registers[source], active), active)
 
     return step
 
@@ -229,8 +224,7 @@ def _store(m: Machine, op: Op) -> Step:
     def step() -> None:
         active = lanes.active
         address = memory.addresses(op, registers[index], active, count, align)
-        value = registers[source] if active is None else registers[source][..., active]
-        memory.write(op, address, value, active)
+        memory.write(op, address, _gather(registers[source], active), active)
 
     return step
 
@@ -247,13 +241,11 @@ def _atomic(m: Machine, op: Op) -> Step:
         if fences is not None:
             fences.fence()
         address = memory.addresses(op, registers[index], active, count, count)
-        value = registers[source] if active is None else registers[source][..., active]
+        value = _gather(registers[source], active)
         # The elements of a vector are updated separately.
         rows = zip(np.atleast_2d(address), np.atleast_2d(value), strict=True)
         old = np.stack([memory.atomic(op, place, x, active, merge) for place, x in rows]).reshape(value.shape)
-        if active is not None:
-            old = _scatter(old, active, np.zeros((*old.shape[:-1], lanes.count), old.dtype))
-        registers[result] = old
+        registers[result] = _scatter(old, active, lanes.count)
         if fences is not None:
             fences.fence()
 
@@ -261,6 +253,7 @@ def _atomic(m: Machine, op: Op) -> Step:
 
 
 # Asynchronous copies: data is read at once, but written only by the wait for its group, as late as a device might.
+# Groups are counted once for the batch, so all threads of a workgroup must take part.
 
 
 def _async_copy(m: Machine, op: Op) -> Step:
@@ -280,7 +273,7 @@ def _async_copy(m: Machine, op: Op) -> Step:
 
 def _async_commit(m: Machine, op: Op) -> Step:
     def step() -> None:
-        _require_full_groups(m, op)
+        m.lanes.full_groups(op)
         m.copies.append([])
 
     return step
@@ -290,16 +283,11 @@ def _async_wait(m: Machine, op: Op) -> Step:
     pending = op.attrs["pending"]
 
     def step() -> None:
-        _require_full_groups(m, op)
+        m.lanes.full_groups(op)
         while len(m.copies) > pending + 1:
             run(m.copies.pop(0))
 
     return step
-
-
-def _require_full_groups(m: Machine, op: Op) -> None:
-    """Require all threads of a workgroup, since groups of copies are counted once for the batch."""
-    m.lanes.full_groups(op)
 
 
 # Variables. Arrays in registers are never changed in place, so a variable can share the array it is set to.
@@ -437,22 +425,18 @@ def _intrinsic(m: Machine, op: Op) -> Step:
     )
 
 
-def _nothing(m: Machine, op: Op) -> None:
-    """Compile to nothing."""
-
-
 COMPILERS: dict[str, Compiler] = {
     "const": _const, "thread_id": _thread_id, "lane_id": _lane_id, "subgroup_id": _subgroup_id,
     "group_id": _group_id, "group_count": _group_count,
     "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _ternary,
     "div": _div, "rem": _rem, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
-    "e4m3_halves": _e4m3_halves,
+    "e4m3_halves": lambda m, op: m.apply(op, e4m3_halves),
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "load_streaming": _load, "prefetch": _nothing, "store": _store,
+    "private": _private, "load": _load, "load_streaming": _load, "prefetch": nothing, "store": _store,
     "store_streaming": _store, "atomic": _atomic,
     "cluster_load": _cluster_load, "cluster_post": _cluster_post,
     "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _get, "set": _set, "loop": _loop, "repeat": _repeat, "if": _if,
-    "intrinsic": _intrinsic, "comment": _nothing,
+    "intrinsic": _intrinsic, "comment": nothing,
 }  # fmt: skip
 """Compilers by opcode, or else by category."""

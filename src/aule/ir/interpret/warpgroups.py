@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir.interpret.machine import Compiler, Machine, MBarrier, Product, Step, run
+from aule.ir.interpret.machine import Compiler, Machine, MBarrier, Product, Step, nothing, run
 from aule.ir.interpret.memory import Memory
 from aule.ir.interpret.numbers import Array
 from aule.ir.kernel import Op, Value
@@ -158,12 +158,8 @@ def _mbarrier_wait(m: Machine, op: Op) -> Step:
     return step
 
 
-def _nothing(m: Machine, op: Op) -> None:
-    return None
-
-
 COMPILERS: dict[str, Compiler] = {
     "warpgroup_mma": _warpgroup_mma, "warpgroup_commit": _warpgroup_commit, "warpgroup_wait": _warpgroup_wait,
-    "warpgroup_fence": _nothing, "warpgroup_publish": _nothing,
+    "warpgroup_fence": nothing, "warpgroup_publish": nothing,
     "mbarrier_init": _mbarrier_init, "mbarrier_arrive": _mbarrier_arrive, "mbarrier_wait": _mbarrier_wait,
 }  # fmt: skip

@@ -6,6 +6,7 @@ can only address buffers below 4 GiB.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast as typed
 
 from aule.artifact import Param
@@ -34,9 +35,11 @@ class _Int64(Rewriter):
     def __init__(self, kernel: KernelIR) -> None:
         super().__init__(kernel)
         self._offset = 0
-        self._binary = {
-            "add": self._add, "sub": self._sub, "mul": self._mul, "div": self._div, "rem": self._rem, "shl": self._shl,
-            "shr": self._shr, "min": self._extreme, "max": self._extreme,
+        self._binary: dict[str, Callable[[Op, Pair, Pair], Lowered]] = {
+            "add": lambda op, a, b: self._sum(a, b), "sub": lambda op, a, b: self._difference(a, b),
+            "mul": self._mul, "div": lambda op, a, b: self._divided(op, a, b)[0],
+            "rem": lambda op, a, b: self._divided(op, a, b)[1], "shl": self._shl, "shr": self._shr,
+            "min": self._extreme, "max": self._extreme,
         }  # fmt: skip
         self.hooks = {opcode: self._two for opcode, info in OPS.items() if info.category in ("binary", "compare")}
         self.hooks |= {
@@ -77,6 +80,11 @@ class _Int64(Rewriter):
     def _pair(self, old: Value) -> Pair:
         return typed(Pair, self.values[old])
 
+    def _words(self, old: Value) -> list[Value]:
+        """The words of all lanes, as in memory."""
+        low, high = (self.b.unpack(word) for word in self._pair(old))
+        return [word for pair in zip(low, high, strict=True) for word in pair]
+
     def _load(self, op: Op) -> Lowered | None:
         if element(op.output.type) not in _WIDE:
             return self.clone(op)
@@ -91,8 +99,7 @@ class _Int64(Rewriter):
         if not _is_wide(op.args[2].type):
             self.clone(op)
             return
-        low, high = (self.b.unpack(v) for v in self._pair(op.args[2]))
-        words = [word for pair in zip(low, high, strict=True) for word in pair]
+        words = self._words(op.args[2])
         pointer, index = self.value(op.args[0]), self.value(op.args[1]) * 2
         step, align = _pieces(len(words), op.attrs["align"])
         for i in range(0, len(words), step):
@@ -199,12 +206,6 @@ class _Int64(Rewriter):
     def _as_signed(self, word: Value) -> Value:
         return self.b.bitcast(word, vector_type(i32, lanes_of(word.type)))
 
-    def _add(self, op: Op, a: Pair, b: Pair) -> Lowered:
-        return self._sum(a, b)
-
-    def _sub(self, op: Op, a: Pair, b: Pair) -> Lowered:
-        return self._difference(a, b)
-
     def _sum(self, a: Pair, b: Pair) -> Pair:
         low = a[0] + b[0]
         return low, a[1] + b[1] + self.b.cast(low < a[0], u32)
@@ -257,12 +258,6 @@ class _Int64(Rewriter):
         return self._choose(count[0] < 32, ((a[0] >> n) | spill, shifted), (shifted, fill))
 
     # -- division --------------------------------------------------------------------------------------------------
-
-    def _div(self, op: Op, a: Pair, b: Pair) -> Lowered:
-        return self._divided(op, a, b)[0]
-
-    def _rem(self, op: Op, a: Pair, b: Pair) -> Lowered:
-        return self._divided(op, a, b)[1]
 
     def _divided(self, op: Op, a: Pair, b: Pair) -> tuple[Pair, Pair]:
         signed, lanes = _signed(op.args[0].type), lanes_of(op.args[0].type)
@@ -342,13 +337,13 @@ class _Int64(Rewriter):
         lifted = low, high
         exponent = self.b.splat(self.b.const(127 + 32, u32), lanes)
         for step in (32, 16, 8, 4, 2, 1):
-            empty = lifted[1] < (1 << (32 - step)) if step < 32 else self.b.eq(lifted[1], 0)
             if step == 32:
-                moved = lifted[0], self._constant(0, lanes)[0]
-                lifted = self._choose(empty, (moved[1], moved[0]), lifted)
+                empty = self.b.eq(lifted[1], 0)
+                moved = self._constant(0, lanes)[0], lifted[0]
             else:
+                empty = lifted[1] < (1 << (32 - step))
                 moved = lifted[0] << step, (lifted[1] << step) | (lifted[0] >> (32 - step))
-                lifted = self._choose(empty, moved, lifted)
+            lifted = self._choose(empty, moved, lifted)
             exponent = self.b.select(empty, exponent - step, exponent)
         leading = lifted[1] | self.b.cast(self.b.ne(lifted[0], 0), u32)
         scale = self.b.bitcast(exponent << 23, vector_type(f32, lanes))
@@ -361,9 +356,7 @@ class _Int64(Rewriter):
         if _is_wide(source.type) and _is_wide(target):
             return self._pair(source)
         if _is_wide(source.type):
-            low, high = (self.b.unpack(v) for v in self._pair(source))
-            words = [word for pair in zip(low, high, strict=True) for word in pair]
-            return self.b.bitcast(self.b.vector(words), target)
+            return self.b.bitcast(self.b.vector(self._words(source)), target)
         if not _is_wide(target):
             return self.clone(op)
         words = self.b.unpack(self.b.bitcast(self.value(source), Vector(u32, 2 * lanes_of(target))))

@@ -84,6 +84,14 @@ class PassBuilder(Builder):
         return self.where
 
 
+def joined(parts: Sequence[Value], bits: int) -> Value:
+    """A word made of parts of ``bits`` bits each, the lowest first."""
+    word = parts[0]
+    for i, part in enumerate(parts[1:], 1):
+        word = word | (part << (i * bits))
+    return word
+
+
 class Rewriter:
     """Clones a kernel. A pass overrides the mapping of types and adds ``hooks`` for the operations it changes.
 

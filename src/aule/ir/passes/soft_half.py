@@ -78,12 +78,9 @@ class _SoftHalf(Rewriter):
             if info.category in ("unary", "binary", "compare") or opcode == "fma":
                 self.hooks[opcode] = self._arithmetic
         self.hooks |= {
-            "const": self._const,
-            "cast": self._cast,
-            "bitcast": self._bitcast,
-            "neg": self._neg,
-            "abs": self._abs,
-        }
+            "const": self._const, "cast": self._cast, "bitcast": self._bitcast,
+            "neg": lambda op: self._sign(op, "xor", 0x8000), "abs": lambda op: self._sign(op, "and", 0x7FFF),
+        }  # fmt: skip
 
     def register(self, type_: ValueType) -> ValueType:
         return with_element(type_, u16) if self._is_soft(type_) else type_
@@ -108,12 +105,6 @@ class _SoftHalf(Rewriter):
             return self.b.binary(op.opcode, *args)
         result = self.b.emit(op.opcode, args, args[0].type)
         return self._narrow(result, element(op.output.type))
-
-    def _neg(self, op: Op) -> Lowered | None:
-        return self._sign(op, "xor", 0x8000)
-
-    def _abs(self, op: Op) -> Lowered | None:
-        return self._sign(op, "and", 0x7FFF)
 
     def _sign(self, op: Op, opcode: str, bits: int) -> Lowered | None:
         if not self._is_soft(op.args[0].type):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from aule.ir.constants import wrap
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.passes.rewrite import Lowered, Rewriter, joined
 from aule.ir.types import (
     Pointer,
     Scalar,
@@ -38,15 +38,11 @@ class _WidenInt(Rewriter):
     def __init__(self, kernel: KernelIR, small: frozenset[Scalar]) -> None:
         super().__init__(kernel)
         self._small = small
-        self.hooks = {
-            "const": self._const,
-            "cast": self._cast,
-            "bitcast": self._bitcast,
-            "load": self._load,
+        self.hooks |= dict.fromkeys(_OVERFLOWING, self._wrapped)
+        self.hooks |= {
+            "const": self._const, "cast": self._cast, "bitcast": self._bitcast, "load": self._load,
             "store": self._store,
-        }
-        for opcode in _OVERFLOWING:
-            self.hooks[opcode] = self._wrapped
+        }  # fmt: skip
 
     def register(self, type_: ValueType) -> ValueType:
         return with_element(type_, self._wide(element(type_))) if self._is_small(type_) else type_
@@ -115,13 +111,7 @@ class _WidenInt(Rewriter):
         if elem in self._small:
             lanes = [b.cast(v, u32) & ((1 << elem.bits) - 1) for v in b.unpack(value)]
             per = 32 // elem.bits
-            words = []
-            for i in range(0, len(lanes), per):
-                word = lanes[i]
-                for k, lane in enumerate(lanes[i + 1 : i + per], 1):
-                    word = word | (lane << (k * elem.bits))
-                words.append(word)
-            return words
+            return [joined(lanes[i : i + per], elem.bits) for i in range(0, len(lanes), per)]
         if elem.bits == 16:
             lanes = b.unpack(value)
             lanes += [b.const(0, elem)] * (len(lanes) % 2)
