@@ -25,18 +25,7 @@ _AT_INDEX = frozenset(
 
 
 def text(kernel: KernelIR) -> str:
-    """Print a kernel.
-
-    Parameters
-    ----------
-    kernel : KernelIR
-        Any kernel, even one that `verify` would reject.
-
-    Returns
-    -------
-    str
-        Text that depends only on the kernel.
-    """
+    """Print a kernel, even one that `verify` would reject."""
     names = _names(kernel)
     lines = [f"kernel {kernel.name}("]
     for param in kernel.params:

@@ -79,7 +79,6 @@ class Module:
     # -- instructions ----------------------------------------------------------------------------------------------
 
     def id(self) -> int:
-        """A new id."""
         number = self._bound
         self._bound += 1
         return number

@@ -114,7 +114,6 @@ class Printer(ABC):
     # -- names and operands ----------------------------------------------------------------------------------------
 
     def name(self, hint: str = "") -> str:
-        """A new identifier."""
         return self._names.new(hint)
 
     def let(self, value: Value, text: str, atom: bool = True) -> None:
@@ -147,12 +146,10 @@ class Printer(ABC):
     # -- statements ------------------------------------------------------------------------------------------------
 
     def block(self, ops: list[Op]) -> None:
-        """Print the statements of a block."""
         for op in ops:
             self.statement(op)
 
     def statement(self, op: Op) -> None:
-        """Print one operation."""
         match op.opcode:
             case "comment":
                 for line in str(op.attrs["text"]).splitlines():
@@ -361,7 +358,6 @@ class Printer(ABC):
         return self.narrowed(op.output.type, text)
 
     def call(self, function: str, args: Sequence[Value]) -> Expr:
-        """A function call."""
         return Expr(f"{function}({', '.join(self.bare(a) for a in args)})")
 
     def narrowed(self, type_: ValueType, text: str, atom: bool = False) -> Expr:
@@ -486,7 +482,6 @@ class Printer(ABC):
         return f"{self.operand(index)} + {add}" if add else self.bare(index)
 
     def users(self, value: Value) -> list[Op]:
-        """Operations that use a value."""
         return self._users.get(value, [])
 
     def _survey(self, block: list[Op]) -> None:

@@ -20,7 +20,6 @@ class CPrinter(Printer):
     }  # fmt: skip
 
     def declare(self, type_: ValueType, name: str, init: str | None, mutable: bool = False) -> str:
-        """A declaration, with its semicolon."""
         const = "" if mutable else "const "
         return f"{const}{self.type_name(type_)} {name}{'' if init is None else f' = {init}'};"
 
@@ -41,7 +40,6 @@ class CPrinter(Printer):
         return f"f{code}" if elem.is_float else code
 
     def literal(self, value: float | int | bool, type_: Scalar) -> Expr:
-        """A literal."""
         if type_.kind == "bool":
             return Expr("true" if value else "false")
         if type_.is_int:
@@ -68,7 +66,6 @@ class CPrinter(Printer):
         return Expr(f"{value}{suffix}", value >= 0)
 
     def private(self, array: Value) -> str:
-        """The declaration of a private array."""
         assert isinstance(array.type, Pointer)
         return f"{self.type_name(array.type.elem)} {self.bare(array)}[{array.type.length}];"
 

@@ -45,24 +45,10 @@ _ATTRIBUTES = [
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Write a kernel as LLVM IR.
+    """Write a verified kernel as LLVM IR for ``target.arch`` ("x86_64" or "aarch64").
 
-    Parameters
-    ----------
-    kernel : KernelIR
-        A verified kernel.
-    target : Target
-        The CPU: its ``arch`` is "x86_64" or "aarch64", its ``extensions`` are LLVM feature names.
-
-    Returns
-    -------
-    Artifact
-        IR text. Its ``extensions`` are the features that it requires.
-
-    Raises
-    ------
-    KernelError
-        If threads of a workgroup cooperate, or the kernel has matrix fragments or intrinsics of another language.
+    ``extensions`` of target and artifact are LLVM feature names: those of the CPU, and those that the code requires.
+    A KernelError rejects kernels with cooperating threads, matrix fragments or intrinsics of another language.
     """
     if target.arch not in _ARCHITECTURES:
         raise KernelError(f"[llvm] expected a target for {' or '.join(_ARCHITECTURES)}, got arch {target.arch!r}")

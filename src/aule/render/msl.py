@@ -27,13 +27,7 @@ _LEAVES = {
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Print a kernel as Metal Shading Language for ``target``.
-
-    Raises
-    ------
-    KernelError
-        The kernel breaks a rule of the IR, or needs something that Metal lacks (f64).
-    """
+    """Print a kernel as Metal Shading Language for ``target``; a KernelError if it needs what Metal lacks (f64)."""
     verify(kernel)
     soft = frozenset({bf16})
     legal = legalise(kernel, Legal(soft=soft, max_lanes=4))

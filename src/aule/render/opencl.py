@@ -29,13 +29,7 @@ _MASKS = {8: "char", 16: "short", 32: "int", 64: "long"}
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Print a kernel as OpenCL C for ``target``.
-
-    Raises
-    ------
-    KernelError
-        The kernel breaks a rule of the IR, or needs something that the target lacks.
-    """
+    """Print a kernel as OpenCL C for ``target``; a KernelError if the target lacks something it needs."""
     verify(kernel)
     legal = legalise(kernel, Legal(soft=frozenset({bf16}), max_lanes=16))
     verify(legal)

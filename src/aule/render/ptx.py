@@ -46,25 +46,10 @@ def _is_vector_atomic(op: Op) -> bool:
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Write a kernel as PTX.
+    """Write a verified kernel as PTX for ``target.arch`` (``sm_75``, ``sm_90a`` ...).
 
-    Parameters
-    ----------
-    kernel : KernelIR
-        A verified kernel.
-    target : Target
-        The device; its ``arch`` is the instruction set (``sm_75``, ``sm_90a`` ...).
-
-    Returns
-    -------
-    Artifact
-        PTX text. One argument per parameter, in order.
-
-    Raises
-    ------
-    KernelError
-        If the kernel needs something that PTX lacks: fragments other than 16 x 16, intrinsics of another language,
-        subgroups of a size other than 32, exp2, log2, sin or cos in f64.
+    A KernelError names what PTX lacks: fragments other than 16 x 16, intrinsics of another language, subgroups of a
+    size other than 32, exp2, log2, sin or cos in f64.
     """
     if kernel.subgroup_size not in (0, _SUBGROUP_SIZE):
         raise KernelError(

@@ -75,25 +75,7 @@ FEATURES = {
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Write a kernel as a SPIR-V module.
-
-    Parameters
-    ----------
-    kernel : KernelIR
-        A verified kernel.
-    target : Target
-        The Vulkan device to render for.
-
-    Returns
-    -------
-    Artifact
-        Its ``extensions`` are the names of the Vulkan features that the code needs.
-
-    Raises
-    ------
-    KernelError
-        The kernel needs something that SPIR-V or the target lacks.
-    """
+    """Write a verified kernel as a SPIR-V module; a KernelError if it needs what SPIR-V or the target lacks."""
     computable = _computable(target)
     legal = legalise(kernel, _legal(kernel, target, computable))
     rendered = KernelRenderer(legal, target, computable, _roundings(legal, target, computable))

@@ -54,13 +54,7 @@ _INPUTS = {
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Print a kernel as WGSL for ``target``.
-
-    Raises
-    ------
-    KernelError
-        The kernel breaks a rule of the IR, or needs something that WGSL lacks.
-    """
+    """Print a kernel as WGSL for ``target``; a KernelError if WGSL lacks something it needs."""
     verify(kernel)
     legal = legalise(kernel, _legal(kernel, target))
     verify(legal)

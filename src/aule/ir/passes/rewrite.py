@@ -133,7 +133,6 @@ class Rewriter:
     # -- cloning ---------------------------------------------------------------------------------------------------
 
     def run(self) -> KernelIR:
-        """Rewrite the kernel."""
         for param in self.kernel.params:
             self.parameter(param)
         for old in self.kernel.shared:
@@ -190,7 +189,6 @@ class Rewriter:
         return None if type_ is None else result
 
     def clone_loop(self, op: Op) -> None:
-        """Copy a loop."""
         start, stop, step = (self.value(a) for a in op.args)
         index: Value = op.attrs["index"]
         with self.b.loop(start, stop, step, unroll=op.attrs["unroll"], name=index.hint) as new:
@@ -198,7 +196,6 @@ class Rewriter:
             self.block(op.blocks[0])
 
     def clone_if(self, op: Op) -> None:
-        """Copy an ``if``."""
         with self.b.if_(self.value(op.args[0])):
             self.block(op.blocks[0])
         if op.blocks[1]:

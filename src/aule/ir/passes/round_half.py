@@ -15,12 +15,7 @@ from aule.ir.types import Fragment, Pointer, bool_, element, f16, f32
 def round_half(kernel: KernelIR, widen: Convert | None = None) -> KernelIR:
     """Round numbers by integer arithmetic before casts to f16, unless the result is only stored to buffers.
 
-    Parameters
-    ----------
-    kernel : KernelIR
-        Not changed.
-    widen : callable, optional
-        A built-in of the language that converts fp16 bits exactly, as for `soft_half`.
+    ``widen`` is the language's own exact conversion of fp16 bits, as in `soft_half`.
     """
     return _RoundHalf(kernel, widen).run()
 

@@ -42,20 +42,9 @@ def soft_half(
 ) -> KernelIR:
     """Replace registers and memory of the types in ``soft`` (f16, bf16) by their bits.
 
-    Parameters
-    ----------
-    kernel : KernelIR
-        Not changed.
-    soft : iterable of Scalar
-        The types to replace.
-    half_to_float : callable, optional
-        A built-in of the language that converts fp16 exactly: u32 with fp16 bits in its low half to f32 (scalars).
-        Without it, integer arithmetic is used.
-    float_to_bfloat : callable, optional
-        A built-in of the language that rounds to bf16: f32 to u16 of the same shape. Without it, integer arithmetic is
-        used.
-    pairs : bool
-        Convert vectors of bf16 in words of two, for compilers that do not remove the shifts of single halves.
+    A language's own conversions, if given, replace integer arithmetic: ``half_to_float`` takes a u32 with fp16 bits in
+    its low half to f32, exactly (scalars); ``float_to_bfloat`` rounds f32 to a u16 of the same shape. With ``pairs``,
+    vectors of bf16 are converted in words of two, for compilers that do not remove the shifts of single halves.
     """
     return _SoftHalf(kernel, frozenset(soft), half_to_float, float_to_bfloat, pairs).run()
 
