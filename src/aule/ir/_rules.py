@@ -318,21 +318,17 @@ def _vote(v: Verifier, op: Op) -> None:
 
 
 def _fragment_fill(v: Verifier, op: Op) -> None:
-    v.require(op, isinstance(op.output.type, Fragment) and op.args[0].type == v.outside(op.output.type),
+    v.require(op, isinstance(op.output.type, Fragment) and op.args[0].type == v.storage_type(op.output.type),
               "a scalar, and a fragment of it as the result")  # fmt: skip
 
 
-def _fragment_load(v: Verifier, op: Op) -> None:
-    pointer = v.memory(op, ("global", "shared"), reads=True, writes=False)
+def _fragment_memory(v: Verifier, op: Op) -> None:
+    loads = op.opcode == "fragment_load"
+    type_ = op.output.type if loads else op.args[3].type
+    pointer = v.memory(op, ("global", "shared"), reads=loads, writes=not loads)
     v.require(op, is_index(op.args[2].type), f"a stride of type {', '.join(INDEX_TYPES)}")
-    v.require(op, isinstance(op.output.type, Fragment) and v.outside(op.output.type) == pointer.elem,
-              f"a fragment of {pointer.elem} as the result")  # fmt: skip
-
-
-def _fragment_store(v: Verifier, op: Op) -> None:
-    pointer, type_ = v.memory(op, ("global", "shared"), reads=False, writes=True), op.args[3].type
-    v.require(op, is_index(op.args[2].type), f"a stride of type {', '.join(INDEX_TYPES)}")
-    v.require(op, isinstance(type_, Fragment) and v.outside(type_) == pointer.elem, f"a fragment of {pointer.elem}")
+    fits = isinstance(type_, Fragment) and v.storage_type(type_) == pointer.elem
+    v.require(op, fits, f"a fragment of {pointer.elem}{' as the result' if loads else ''}")
 
 
 def _fragment_mma(v: Verifier, op: Op) -> None:
@@ -355,10 +351,10 @@ def _component(v: Verifier, op: Op) -> None:
     v.require(op, isinstance(type_, Fragment), "a fragment")
     assert isinstance(type_, Fragment)
     if op.opcode == "fragment_get":
-        v.require(op, op.output.type == v.outside(type_), f"{v.outside(type_)} as the result")
+        v.require(op, op.output.type == v.storage_type(type_), f"{v.storage_type(type_)} as the result")
     else:
-        v.require(op, op.args[1].type == v.outside(type_) and op.output.type == type_,
-                  f"{v.outside(type_)}, and {type_} as the result")  # fmt: skip
+        v.require(op, op.args[1].type == v.storage_type(type_) and op.output.type == type_,
+                  f"{v.storage_type(type_)}, and {type_} as the result")  # fmt: skip
     lanes = v.kernel.subgroup_size if type_.use == "accumulator" else 1  # a factor may have several copies
     components = type_.rows * type_.cols // max(lanes, 1)
     if op.attrs["component"] >= components:
@@ -367,7 +363,7 @@ def _component(v: Verifier, op: Op) -> None:
 
 def _fragment_pack(v: Verifier, op: Op) -> None:
     type_ = op.output.type
-    v.require(op, isinstance(type_, Fragment) and all(arg.type == v.outside(type_) for arg in op.args),
+    v.require(op, isinstance(type_, Fragment) and all(arg.type == v.storage_type(type_) for arg in op.args),
               "scalars, and a fragment of them as the result")  # fmt: skip
     assert isinstance(type_, Fragment)
     size = v.kernel.subgroup_size
@@ -430,7 +426,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "sync": _form_only, "launch_await": _launch_await,
     "workgroup_any": _vote,
     "subgroup": _shuffle, "subgroup_any": _vote, "subgroup_all": _vote,
-    "fragment_fill": _fragment_fill, "fragment_load": _fragment_load, "fragment_store": _fragment_store,
+    "fragment_fill": _fragment_fill, "fragment_load": _fragment_memory, "fragment_store": _fragment_memory,
     "fragment_mma": _fragment_mma, "fragment_length": _fragment_length, "fragment_get": _component,
     "fragment_set": _component, "fragment_pack": _fragment_pack,
     "warpgroup": _form_only, "warpgroup_mma": _warpgroup_mma,

@@ -18,7 +18,7 @@ _ELEMENTWISE = ("unary", "binary", "compare", "ternary", "cast", "vector")
 def divergent_barriers(kernel: KernelIR) -> Iterator[tuple[Op, Op]]:
     """Every barrier in divergent control flow, with the ``if`` or ``loop`` that makes it so."""
     analysis = _Analysis(kernel)
-    analysis.settle()
+    analysis.run()
     yield from analysis.barriers
 
 
@@ -33,7 +33,7 @@ class _Analysis:
         self.uniform: set[Value] = set()
         self.barriers: list[tuple[Op, Op]] = []
 
-    def settle(self) -> None:
+    def run(self) -> None:
         known = -1
         while known != len(self.divergent_variables):
             known = len(self.divergent_variables)

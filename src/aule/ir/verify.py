@@ -165,7 +165,7 @@ class Verifier:
             got = ", ".join(str(arg.type) for arg in op.args) or "no operands"
             self.fail(op, expected, got if op.result is None else f"{got} -> {op.result.type}")
 
-    def outside(self, fragment: Fragment) -> Scalar:
+    def storage_type(self, fragment: Fragment) -> Scalar:
         """Type that memory and registers use for a fragment's elements."""
         return u16 if fragment.elem in self.soft else fragment.elem
 

@@ -160,7 +160,7 @@ class Printer(ABC):
                 self._if(op)
             case "set":
                 name, value = self.operand(op.args[0]), self.bare(op.args[1])
-                self._settle({op.args[0]})
+                self._flush_pending({op.args[0]})
                 self.emit(f"{name} = {value};")
             case "var":
                 self._var(op)
@@ -219,7 +219,7 @@ class Printer(ABC):
         self.emit(self.declare(value.type, name, expr.text))
         self._text[value] = Expr(name)
 
-    def _settle(self, refs: set[Value]) -> None:
+    def _flush_pending(self, refs: set[Value]) -> None:
         """Print pending inline values that read variables which are about to change."""
         for value, depends in list(self._pending.items()):
             if depends & refs:
@@ -238,10 +238,10 @@ class Printer(ABC):
         for bound in op.args[1:]:
             # The condition is evaluated in every iteration, so its bounds must not read variables.
             if self._pending.get(bound):
-                self._settle(set(self._pending[bound]))
+                self._flush_pending(set(self._pending[bound]))
         changed = {inner.args[0] for inner in walk(op.blocks[0]) if inner.opcode == "set"}
         start, stop, step = self.bare(op.args[0]), self.operand(op.args[1]), self.bare(op.args[2])
-        self._settle(changed)
+        self._flush_pending(changed)
         index: Value = op.attrs["index"]
         assert isinstance(index.type, Scalar)
         name = self.name(index.hint or "i")
@@ -253,7 +253,7 @@ class Printer(ABC):
 
     def _if(self, op: Op) -> None:
         condition = self.bare(op.args[0])
-        self._settle({inner.args[0] for block in op.blocks for inner in walk(block) if inner.opcode == "set"})
+        self._flush_pending({inner.args[0] for block in op.blocks for inner in walk(block) if inner.opcode == "set"})
         self.emit(f"if ({condition}) {{")
         self._nested(op.blocks[0])
         if op.blocks[1]:

@@ -31,7 +31,7 @@ from aule.artifact import Artifact
 from aule.ir.builder import Builder
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
-from aule.ir.passes.round_half import returning
+from aule.ir.passes.round_half import casts_used_in_registers
 from aule.ir.passes.soft_half import float_to_bfloat
 from aule.ir.types import (
     Fragment,
@@ -172,7 +172,7 @@ def _roundings(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) 
         return {}
     if RTE_HALF in target.extensions:
         # NVIDIA's compiler drops a conversion and its inverse.
-        hidden = returning(kernel) if target.vendor == "nvidia" and kernel.arithmetic == "exact" else {}
+        hidden = casts_used_in_registers(kernel) if target.vendor == "nvidia" and kernel.arithmetic == "exact" else {}
         return dict.fromkeys(hidden, "software")
     direct: dict[Value, bool] = {}
     for op in kernel.walk():

@@ -27,7 +27,7 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
                 teams = None if slots is None else (slots[:, None] * lanes.subgroups + subgroups).ravel()
                 shadow.synchronise(op, teams, True)
                 if clusters:
-                    shadow.meet(teams)
+                    shadow.cluster_barrier(teams)
             elif all_memory:
                 teams = None if slots is None else lanes.group[slots * lanes.workgroup]
                 shadow.synchronise(op, teams, True)

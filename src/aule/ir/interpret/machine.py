@@ -117,7 +117,7 @@ class Machine:
             run(body)
             for shadow in self.shadows:
                 shadow.check()
-                shadow.leave()
+                shadow.end()
 
     # -- parameters and memory -------------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ def _cluster_load(m: Machine, op: Op) -> Step:
 
     def step() -> None:
         active, address = lanes.active, _cluster_addresses(m, op, number, count, align)
-        registers[result] = _scatter(memory.read_other(op, address, active), active, lanes.count)
+        registers[result] = _scatter(memory.cluster_read(op, address, active), active, lanes.count)
 
     return step
 
@@ -211,7 +211,7 @@ def _cluster_post(m: Machine, op: Op) -> Step:
 
     def step() -> None:
         active, address = lanes.active, _cluster_addresses(m, op, number, 1, 1)
-        memory.post_other(op, address, _gather(registers[source], active), active)
+        memory.cluster_post(op, address, _gather(registers[source], active), active)
 
     return step
 
@@ -265,8 +265,8 @@ def _async_copy(m: Machine, op: Op) -> Step:
         active = lanes.active
         value = source.read(op, source.addresses(op, registers[index], active, count, count), active)
         address = target.addresses(op, registers[to], active, count, count)
-        target.expect(op, address, active)
-        m.copies[-1].append(lambda: target.arrive(op, address, value, active))
+        target.start_copy(op, address, active)
+        m.copies[-1].append(lambda: target.finish_copy(op, address, value, active))
 
     return step
 
