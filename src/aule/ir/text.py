@@ -120,19 +120,15 @@ def _line(op: Op, names: dict[Value, str]) -> str:
 def _attrs(op: Op, hidden: tuple[str, ...]) -> str:
     known = OPS[op.opcode].attrs if op.opcode in OPS else ()
     keys = [key for key in known if key in op.attrs] + sorted(key for key in op.attrs if key not in known)
-    return "".join(f" {key}={_attr(op.attrs[key])}" for key in keys if key not in hidden)
+    return "".join(f" {key}={_literal(op.attrs[key])}" for key in keys if key not in hidden)
 
 
-def _attr(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value)
+def _literal(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _operand(value: Value, names: dict[Value, str]) -> str:
     if value.op is None or value.op.opcode != "const":
         return names.get(value, "%?")
-    number = value.constant
-    literal = ("true" if number else "false") if isinstance(number, bool) else repr(number)
     plain = isinstance(value.type, Scalar) and value.type.name in _PLAIN
-    return literal if plain else f"{literal}:{value.type}"
+    return _literal(value.constant) + ("" if plain else f":{value.type}")

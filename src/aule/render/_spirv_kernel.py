@@ -187,23 +187,20 @@ class KernelRenderer:
 
     def _declare_inputs(self) -> None:
         """Declare the built-in variables, and load each once at the start of the kernel."""
-        m = self.m
+        m, variables = self.m, dict[str, int]()
         for op in self.kernel.walk():
-            if op.opcode not in _BUILTINS:
-                continue
             axis = op.attrs.get("axis", 0)
-            if (op.opcode, axis) in self._inputs:
+            if op.opcode not in _BUILTINS or (op.opcode, axis) in self._inputs:
                 continue
             three = "axis" in op.attrs
             type_id = m.type(Vector(u32, 3) if three else u32)
-            variable = self._inputs.get((op.opcode, -1)) or m.global_variable(StorageClass.Input, type_id)
-            if (op.opcode, -1) not in self._inputs:
-                self._inputs[op.opcode, -1] = variable
+            if op.opcode not in variables:
+                variable = variables[op.opcode] = m.global_variable(StorageClass.Input, type_id)
                 m.decorate(variable, Decoration.BuiltIn, _BUILTINS[op.opcode])
                 m.name(variable, op.opcode)
                 if op.opcode in ("lane_id", "subgroup_id"):
                     m.capability(Capability.GroupNonUniform)
-            loaded = m.result(Spv.Load, type_id, variable)
+            loaded = m.result(Spv.Load, type_id, variables[op.opcode])
             if three:
                 loaded = m.result(Spv.CompositeExtract, m.type(u32), loaded, axis)
             self._inputs[op.opcode, axis] = m.result(Spv.Bitcast, m.type(i32), loaded)

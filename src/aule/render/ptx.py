@@ -138,11 +138,8 @@ class _Body:
         e, subgroups = self.emitter, -(-kernel.workgroup // _SUBGROUP_SIZE)
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
-            "thread_id": self._id,
-            "lane_id": self._id,
-            "subgroup_id": self._id,
-            "group_id": self._id,
-            "group_count": self._id,
+            "leaf": self._id,
+            **dict.fromkeys(("unary", "binary", "compare", "fma"), lambda op: _ptx_math.lanewise(e, op)),
             "select": lambda op: _ptx_math.select(e, op),
             "cast": self._cast,
             "bitcast": lambda op: bitcast(e, op),
@@ -168,19 +165,13 @@ class _Body:
             "loop": self._loop,
             "repeat": self._repeat,
             "if": self._if,
+            **dict.fromkeys(("sync", "subgroup"), lambda op: _ptx_subgroup.render(e, op)),
+            "fragment": lambda op: _ptx_fragment.render(e, self.addresses, op),
+            "warpgroup": lambda op: _ptx_warpgroup.render(e, self.addresses, op, subgroups),
             "dot_pairs": self._dot_pairs,
             "intrinsic": self._intrinsic,
             "comment": self._comment,
         }
-        for opcode, info in OPS.items():
-            if info.category in ("unary", "binary", "compare") or opcode == "fma":
-                self._handlers[opcode] = lambda op: _ptx_math.lanewise(e, op)
-            elif info.category in ("sync", "subgroup"):
-                self._handlers.setdefault(opcode, lambda op: _ptx_subgroup.render(e, op))
-            elif info.category == "fragment":
-                self._handlers[opcode] = lambda op: _ptx_fragment.render(e, self.addresses, op)
-            elif info.category == "warpgroup":
-                self._handlers[opcode] = lambda op: _ptx_warpgroup.render(e, self.addresses, op, subgroups)
 
     def run(self) -> None:
         """Load the parameters, then emit the body."""
@@ -200,10 +191,9 @@ class _Body:
     def _block(self, block: list[Op]) -> None:
         handlers = self._handlers
         for op in block:
-            handler = handlers.get(op.opcode)
-            if handler is None:
+            if op.opcode not in OPS:
                 raise refuse(op, "an operation of ir.ops", op.opcode, "run ir.verify on the kernel")
-            handler(op)
+            (handlers.get(op.opcode) or handlers[OPS[op.opcode].category])(op)
 
     @contextmanager
     def _scope(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from aule.ir.interpret.collective import collective
 from aule.ir.interpret.machine import Compiler, Machine, Step
 from aule.ir.interpret.numbers import Array, cast_function, register_dtype
 from aule.ir.kernel import Op, Value
-from aule.ir.types import SCALARS, Fragment
+from aule.ir.types import Fragment, f32, f64, i64
 
 
 def _fragment(m: Machine, op: Op, value: Value) -> Fragment:
@@ -92,9 +92,8 @@ def _fragment_store(m: Machine, op: Op) -> Step:
 
 def _fragment_mma(m: Machine, op: Op) -> Step:
     type_ = _fragment(m, op, op.output)
-    wide = np.float64 if type_.elem.name == "f64" else np.float32 if type_.elem.is_float else np.int64
-    exact = SCALARS["f64" if wide is np.float64 else "f32" if wide is np.float32 else "i64"]
-    narrow = cast_function(exact, type_.elem)
+    exact = f64 if type_.elem == f64 else f32 if type_.elem.is_float else i64
+    wide, narrow = register_dtype(exact), cast_function(exact, type_.elem)
     multiply = m.apply(op, lambda a, b, c: narrow(a.astype(wide) @ b.astype(wide) + c.astype(wide)))
     return collective(m, op, multiply)
 
