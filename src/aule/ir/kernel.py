@@ -173,6 +173,14 @@ class KernelIR:
         values = (*self.values.values(), *self.shared, *(op.result for op in self.walk() if op.result is not None))
         return {element(value.type) for value in values}
 
+    def alignments(self) -> dict[Value, int]:
+        """The largest ``align`` of the loads and stores of each pointer, in elements."""
+        aligned: dict[Value, int] = {}
+        for op in self.walk():
+            if op.opcode in ("load", "load_streaming", "store", "store_streaming"):
+                aligned[op.args[0]] = max(aligned.get(op.args[0], 1), op.attrs["align"])
+        return aligned
+
     def walk(self) -> Iterator[Op]:
         """All operations in program order, an outer one before those in its blocks."""
         yield from walk(self.body)

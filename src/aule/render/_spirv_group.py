@@ -19,7 +19,7 @@ from aule.render._spirv_ops import (
     StorageClass,
 )
 from aule.render._spirv_ops import Op as Spv
-from aule.render._spirv_values import Parts, register
+from aule.render._spirv_values import Parts, conversion, register
 from aule.target import Target
 
 _REDUCTIONS = {
@@ -202,7 +202,7 @@ class Group:
         """
         if result.elem == bf16 and source.elem == f32:
             fragment = self._round_components(source, fragment)
-        return self._m.result(_conversion(source.elem, result.elem), self._m.type(result), fragment)
+        return self._m.result(conversion(source.elem, result.elem), self._m.type(result), fragment)
 
     def _round_components(self, type_: Fragment, fragment: int) -> int:
         """Round each f32 component to nearest even with 8 bits, so that truncation to bf16 is exact."""
@@ -246,16 +246,3 @@ class Group:
         """A scalar as an element of a fragment. bf16 exists only in fragments; registers hold u16."""
         number = self._value(value)
         return number if value.type == elem else self._m.result(Spv.Bitcast, self._m.type(elem), number)
-
-
-def _conversion(source: Scalar, result: Scalar) -> int:
-    """The instruction that converts a fragment's elements."""
-    if source.is_float and result.is_float:
-        return Spv.FConvert
-    if source.is_float:
-        return Spv.ConvertFToS if result.is_signed else Spv.ConvertFToU
-    if result.is_float:
-        return Spv.ConvertSToF if source.is_signed else Spv.ConvertUToF
-    if source.bits == result.bits:
-        return Spv.Bitcast
-    return Spv.SConvert if source.is_signed else Spv.UConvert

@@ -171,7 +171,7 @@ class _Body:
         self.emitter = e = Emitter()
         self.arch = processor.arch
         self._nontemporal: int | None = None
-        self._align = _alignments(kernel)
+        self._align = kernel.alignments()
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
             "thread_id": lambda op: self._bind(op, "%thread"),
@@ -295,7 +295,7 @@ class _Body:
     def _array(self, array: Value, hint: str) -> None:
         assert isinstance(array.type, Pointer) and array.type.length is not None
         elem, length = array.type.elem, array.type.length
-        align = max(self._align.get(array, elem.bytes), _CACHE_LINE if length >= 16 else elem.bytes)
+        align = max(self._align.get(array, 1) * elem.bytes, _CACHE_LINE if length >= 16 else 1)
         self.emitter.bind(array, self.emitter.alloca(f"[{length} x {llvm_type(elem)}]", align, hint))
 
     def _address(self, op: Op, inside: bool = True) -> str:
@@ -454,15 +454,6 @@ class _Body:
 def _bytes(op: Op) -> int:
     """The alignment of a load or store in bytes."""
     return int(op.attrs["align"]) * element(op.args[0].type).bytes
-
-
-def _alignments(kernel: KernelIR) -> dict[Value, int]:
-    """The alignment in bytes that the accesses of each array require."""
-    aligned: dict[Value, int] = {}
-    for op in kernel.walk():
-        if op.opcode in ("load", "load_streaming", "store"):
-            aligned[op.args[0]] = max(aligned.get(op.args[0], 1), _bytes(op))
-    return aligned
 
 
 def _ascii(text: str) -> str:

@@ -110,15 +110,11 @@ def _directives(kernel: KernelIR) -> list[str]:
 
 def _parameters(kernel: KernelIR) -> Iterator[str]:
     """Declarations of the parameters. A buffer declares the alignment that its widest access needs."""
-    aligned: dict[Value, int] = {}
-    for op in kernel.walk():
-        if op.opcode in ("load", "load_streaming", "store", "store_streaming"):
-            bytes_ = _ptx_memory.alignment(op.attrs["align"], element(op.args[0].type))
-            aligned[op.args[0]] = max(aligned.get(op.args[0], 1), bytes_)
+    aligned = kernel.alignments()
     for p in kernel.params:
         if p.kind == "buffer":
             value = kernel.values[p.name]
-            align = aligned.get(value, element(value.type).bytes)
+            align = _ptx_memory.alignment(aligned.get(value, 1), element(value.type))
             yield f"\t.param .u64 .ptr .global .align {align} {p.name}"
         else:
             yield f"\t.param .{_parameter_type(p.dtype)} {p.name}"

@@ -406,9 +406,8 @@ def _fits(users: Sequence[Op], width: int, length: int | None) -> bool:
         return False
     found = False
     for op in users:
-        value = op.result if op.opcode == "load" else op.args[2]
-        lanes = value.type.lanes if value is not None and isinstance(value.type, Vector) else 1
-        full = lanes % width == 0 and op.attrs["align"] % width == 0
+        value = op.output if op.opcode == "load" else op.args[2]
+        full = lanes_of(value.type) % width == 0 and op.attrs["align"] % width == 0
         if op.opcode == "store" and not full:
             return False
         found = found or full

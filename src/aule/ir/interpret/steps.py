@@ -30,16 +30,10 @@ def _const(m: Machine, op: Op) -> None:
     m.put(op.output, constant(op.attrs["value"], op.output.type, m.lanes.count))
 
 
-def _thread_id(m: Machine, op: Op) -> None:
-    m.registers[m.result(op)] = m.lanes.thread.astype(np.int32)
-
-
-def _lane_id(m: Machine, op: Op) -> None:
-    m.registers[m.result(op)] = (m.lanes.thread % m.lanes.subgroup_size).astype(np.int32)
-
-
-def _subgroup_id(m: Machine, op: Op) -> None:
-    m.registers[m.result(op)] = (m.lanes.thread // m.lanes.subgroup_size).astype(np.int32)
+def _thread_index(m: Machine, op: Op) -> None:
+    thread, size = m.lanes.thread, m.lanes.subgroup_size
+    index = {"thread_id": thread, "lane_id": thread % size, "subgroup_id": thread // size}[op.opcode]
+    m.put(op.output, index.astype(np.int32))
 
 
 def _group_id(m: Machine, op: Op) -> None:
@@ -47,18 +41,15 @@ def _group_id(m: Machine, op: Op) -> None:
 
 
 def _group_count(m: Machine, op: Op) -> None:
-    m.registers[m.result(op)] = np.full(m.lanes.count, m.lanes.grid[op.attrs["axis"]], np.int32)
+    m.put(op.output, np.full(m.lanes.count, m.lanes.grid[op.attrs["axis"]], np.int32))
 
 
 # Arithmetic.
 
 
 def _arithmetic(m: Machine, op: Op) -> Step:
-    return m.apply(op, function(op.opcode, element(op.args[0].type)))
-
-
-def _ternary(m: Machine, op: Op) -> Step:
-    return m.apply(op, function(op.opcode, element(op.args[1].type)))
+    # The last operand: the first of a select is a bool.
+    return m.apply(op, function(op.opcode, element(op.args[-1].type)))
 
 
 def _div(m: Machine, op: Op) -> Step:
@@ -426,9 +417,9 @@ def _intrinsic(m: Machine, op: Op) -> Step:
 
 
 COMPILERS: dict[str, Compiler] = {
-    "const": _const, "thread_id": _thread_id, "lane_id": _lane_id, "subgroup_id": _subgroup_id,
+    "const": _const, "thread_id": _thread_index, "lane_id": _thread_index, "subgroup_id": _thread_index,
     "group_id": _group_id, "group_count": _group_count,
-    "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _ternary,
+    "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _arithmetic,
     "div": _div, "rem": _rem, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
     "e4m3_halves": lambda m, op: m.apply(op, e4m3_halves),
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
