@@ -8,7 +8,7 @@ import pytest
 from aule.errors import KernelError
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.interpret import SanitizerError, interpret
-from aule.ir.types import Fragment, Panels, f16, f32, i32, panel_offset, u64
+from aule.ir.types import Fragment, Panels, f16, f32, i32, u64
 from aule.target import NVIDIA_LAYOUT, Target
 
 
@@ -136,9 +136,10 @@ def test_a_barrier_in_two_halves() -> None:
 def test_panels() -> None:
     """Every element has a place of its own, and eight rows of one column lie in different groups of banks."""
     rows, cols = np.indices((16, 128))
-    places = panel_offset(rows, cols, 16 * 64)
+    panels = Panels("row", 16 * 64)
+    places = panels.offset(rows, cols)
     assert sorted(places.ravel()) == list(range(16 * 128))
-    assert len({int(panel_offset(r, 0, 1024)) * 2 % 128 // 16 for r in range(8)}) == 8
+    assert len({int(panels.offset(r, 0)) * 2 % 128 // 16 for r in range(8)}) == 8
 
 
 def test_other_architectures_refuse() -> None:
