@@ -585,8 +585,8 @@ def memory() -> Iterator[Case]:
         # Some vectors begin where memory past the caches may be written, others do not.
         x, out = b.buffer("x", f32), b.buffer("result", f32, "readwrite")
         i = thread(b)
-        b.stream(out, i, b.load(x, i))
-        b.stream(out, N + i * 5 + 1, b.load_once(x, (i & 31) * 4, 4), align=1)
+        b.store_streaming(out, i, b.load(x, i))
+        b.store_streaming(out, N + i * 5 + 1, b.load_streaming(x, (i & 31) * 4, 4), align=1)
 
     yield Case("streamed", streamed, [numbers(f32), numbers(f32, 7 * N, seed=9)])
 

@@ -398,10 +398,10 @@ def render(launch: Launch, target: Target) -> Artifact:
 
 def kernel_hash(artifact: Artifact) -> str:
     """Digest of a rendered kernel and of everything else that a driver is told."""
-    params = [(p.name, p.kind, p.dtype, p.access, p.lasting) for p in artifact.params]
+    params = [(p.name, p.kind, p.dtype, p.access, p.evict_last) for p in artifact.params]
     told = (
         artifact.language, artifact.entry, params, artifact.workgroup, artifact.shared_bytes, artifact.dynamic_shared,
-        artifact.subgroup_size, artifact.uses_subgroups, artifact.awaits, artifact.extensions,
+        artifact.subgroup_size, artifact.uses_subgroups, artifact.dependent_launch, artifact.extensions,
     )  # fmt: skip
     return _digest(repr(told).encode() + artifact.code)
 

@@ -31,8 +31,8 @@ class Param:
     """Element type of a buffer, or type of a scalar, by its IR name (``f16``, ``i32`` ...)."""
     access: Literal["read", "write", "readwrite"] = "read"
     """Accesses of the kernel to a buffer."""
-    lasting: bool = False
-    """Hint: keep data read from this buffer in the L2 cache as long as possible (evict last)."""
+    evict_last: bool = False
+    """Hint: keep data read from this buffer in the L2 cache as long as possible."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Artifact:
     """Required subgroup size; 0 if any will do."""
     uses_subgroups: bool = False
     """The kernel uses subgroup operations and needs full subgroups."""
-    awaits: bool = False
-    """The kernel itself waits for the previous launch, so it may be started before that one has finished."""
+    dependent_launch: bool = False
+    """The kernel waits for the previous launch itself and may start before it ends (programmatic dependent launch)."""
     extensions: tuple[str, ...] = ()
     """Device features that the code needs, named as in the language (``shader-f16``, ``cl_khr_fp16`` ...)."""
 

@@ -168,7 +168,7 @@ def test_long_rows_that_lose_their_mean_land_in_shared_memory(tmp_path: Path) ->
         call = spec.call(views, {o.name: o.default for o in spec.options})
         step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
         artifact = generate(step.build(step.config, target), target)
-        begun[rows] = step.config.shape.workgroup, artifact.awaits
+        begun[rows] = step.config.shape.workgroup, artifact.dependent_launch
         if length == 16384:
             said = assembled(ptxas, artifact, tmp_path)
             registers = re.search(r"Used (\d+) registers", said)
@@ -232,7 +232,7 @@ def test_gated_units_and_rotations_begin_early_and_long_arrays_last() -> None:
             call = spec.call(views, {o.name: o.default for o in spec.options})
             step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
             artifact = generate(step.build(step.config, target), target)
-            found[op, rows] = artifact.awaits, "L2::cache_hint" in artifact.text
+            found[op, rows] = artifact.dependent_launch, "L2::cache_hint" in artifact.text
     small, large = ([found[op, rows] for op in ("swiglu", "rope", "rms_norm_rope")] for rows in (1 << 11, 1 << 17))
     assert small == [(True, False)] * 3
     assert large == [(True, True), (True, True), (False, True)]

@@ -406,16 +406,16 @@ def test_what_is_read_once_leaves_the_caches_first() -> None:
     b = Builder("once", 32)
     at = b.thread_id() * 4
     x, y = b.buffer("x", u32), b.buffer("y", u32, "readwrite")
-    b.store(y, at, b.load_once(x, at, 4) + b.load_once(y, at, 4))
+    b.store(y, at, b.load_streaming(x, at, 4) + b.load_streaming(y, at, 4))
     code = text(b.finish())
     assert "ld.global.cs.nc.v4" in code and "ld.global.cs.v4" in code
 
 
 def test_what_lasts_is_given_up_last_by_the_second_level_cache() -> None:
     def copied(arch: str) -> str:
-        b = Builder("lasting", 32)
+        b = Builder("evict_last", 32)
         at = b.thread_id() * 8
-        x, y = b.buffer("x", f16, lasting=True), b.buffer("y", f16, "readwrite")
+        x, y = b.buffer("x", f16, evict_last=True), b.buffer("y", f16, "readwrite")
         tile = b.shared("tile", f16, 256)
         b.async_copy(tile, at, x, at, 8)
         b.async_commit()

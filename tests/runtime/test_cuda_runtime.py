@@ -567,7 +567,7 @@ class TestPrepared:
         fake.lib.fake_pop()
 
     def test_kernels_that_wait_themselves_may_start_early(self, fake: Fake, device: CudaDevice) -> None:
-        program = device.load(kernel("p i32", shared_bytes=60_000, dynamic_shared=True, awaits=True))
+        program = device.load(kernel("p i32", shared_bytes=60_000, dynamic_shared=True, dependent_launch=True))
         prepared = device.prepare(program, (7, 8, 9), [None, 11])
         memory = device.alloc(4)
         fake.lib.fake_push_primary()

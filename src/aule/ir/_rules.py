@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from aule.ir.constants import wrap
 from aule.ir.kernel import Op, Value
 from aule.ir.ops import OPS
 from aule.ir.types import (
@@ -85,8 +86,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _const(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    type_, value = op.result.type, op.attrs["value"]
+    type_, value = op.output.type, op.attrs["value"]
     v.require(op, isinstance(type_, Scalar), "a scalar")
     assert isinstance(type_, Scalar)
     if type_ == bool_:
@@ -94,20 +94,18 @@ def _const(v: Verifier, op: Op) -> None:
     elif type_.is_float:
         fits = isinstance(value, float)
     else:
-        low = -(1 << (type_.bits - 1)) if type_.is_signed else 0
-        fits = is_int(value, low) and value < low + (1 << type_.bits)
+        fits = isinstance(value, int) and not isinstance(value, bool) and wrap(value, type_) == value
     if not fits:
         v.fail(op, f"a value of type {type_}", repr(value))
 
 
 def _leaf(v: Verifier, op: Op) -> None:
-    v.require(op, op.result is not None and op.result.type == i32, "i32 as the result")
+    v.require(op, op.output.type == i32, "i32 as the result")
 
 
 def _same(v: Verifier, op: Op) -> None:
     """Check arithmetic, where all operands and the result have one type."""
-    assert op.result is not None
-    type_, kinds = op.result.type, _ELEMENTS[op.opcode]
+    type_, kinds = op.output.type, _ELEMENTS[op.opcode]
     v.require(op, isinstance(type_, Scalar | Vector) and all(arg.type == type_ for arg in op.args),
               "scalars or vectors of one type")  # fmt: skip
     v.require(op, element(type_).kind in kinds, f"elements of kind {', '.join(kinds)}")
@@ -115,17 +113,15 @@ def _same(v: Verifier, op: Op) -> None:
 
 
 def _compare(v: Verifier, op: Op) -> None:
-    assert op.result is not None
     type_, kinds = op.args[0].type, _ELEMENTS[op.opcode]
     v.require(op, isinstance(type_, Scalar | Vector) and op.args[1].type == type_, "scalars or vectors of one type")
     assert isinstance(type_, Scalar | Vector)
     v.require(op, element(type_).kind in kinds, f"elements of kind {', '.join(kinds)}")
-    v.require(op, op.result.type == with_element(type_, bool_), f"{with_element(type_, bool_)} as the result")
+    v.require(op, op.output.type == with_element(type_, bool_), f"{with_element(type_, bool_)} as the result")
 
 
 def _dot_pairs(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    type_ = op.result.type
+    type_ = op.output.type
     v.require(op, isinstance(type_, Scalar | Vector) and element(type_) == f32, "f32 or a vector of it as the result")
     assert isinstance(type_, Scalar | Vector)
     pair = with_element(type_, u32)
@@ -134,13 +130,11 @@ def _dot_pairs(v: Verifier, op: Op) -> None:
 
 
 def _e4m3_halves(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    v.require(op, op.args[0].type == u32 and op.result.type == Vector(f16, 4), "u32, and f16x4 as the result")
+    v.require(op, op.args[0].type == u32 and op.output.type == Vector(f16, 4), "u32, and f16x4 as the result")
 
 
 def _select(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    condition, type_ = op.args[0].type, op.result.type
+    condition, type_ = op.args[0].type, op.output.type
     v.require(op, isinstance(type_, Scalar | Vector) and op.args[1].type == type_ and op.args[2].type == type_,
               "two scalars or vectors of the result's type")  # fmt: skip
     assert isinstance(type_, Scalar | Vector)
@@ -149,8 +143,7 @@ def _select(v: Verifier, op: Op) -> None:
 
 
 def _cast(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    source, target = op.args[0].type, op.result.type
+    source, target = op.args[0].type, op.output.type
     v.require(op, isinstance(source, Scalar | Vector | Fragment), "a scalar, vector or fragment")
     assert isinstance(source, Scalar | Vector | Fragment)
     v.require(op, target == with_element(source, element(target)), "a result of the operand's shape")
@@ -158,8 +151,7 @@ def _cast(v: Verifier, op: Op) -> None:
 
 
 def _bitcast(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    source, target = op.args[0].type, op.result.type
+    source, target = op.args[0].type, op.output.type
     numbers = isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
     v.require(op, numbers and bool_ not in (element(source), element(target)), "scalars or vectors of numbers")
     assert isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
@@ -167,29 +159,25 @@ def _bitcast(v: Verifier, op: Op) -> None:
 
 
 def _make_vector(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    type_ = op.result.type
+    type_ = op.output.type
     v.require(op, isinstance(type_, Vector) and type_.lanes == len(op.args) and
               all(arg.type == type_.elem for arg in op.args), "as many scalars as the vector has lanes")  # fmt: skip
 
 
 def _splat(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    v.require(op, isinstance(op.result.type, Vector) and op.args[0].type == op.result.type.elem,
+    v.require(op, isinstance(op.output.type, Vector) and op.args[0].type == op.output.type.elem,
               "a scalar, and a vector of it as the result")  # fmt: skip
 
 
 def _extract(v: Verifier, op: Op) -> None:
-    assert op.result is not None
     type_ = op.args[0].type
-    v.require(op, isinstance(type_, Vector) and op.result.type == type_.elem, "a vector, and its element as the result")
+    v.require(op, isinstance(type_, Vector) and op.output.type == type_.elem, "a vector, and its element as the result")
     assert isinstance(type_, Vector)
     if op.attrs["lane"] >= type_.lanes:
         v.fail(op, f"a lane below {type_.lanes}", str(op.attrs["lane"]))
 
 
 def _permute(v: Verifier, op: Op) -> None:
-    assert op.result is not None
     if len(op.args) not in (1, 2):
         v.fail(op, "1 or 2 operands", f"{len(op.args)}")
     type_, lanes = op.args[0].type, op.attrs["lanes"]
@@ -198,35 +186,31 @@ def _permute(v: Verifier, op: Op) -> None:
     v.require(op, isinstance(type_, Vector) and all(arg.type == type_ for arg in op.args), "vectors of one type")
     assert isinstance(type_, Vector)
     wanted = type_.elem if len(lanes) == 1 else Vector(type_.elem, len(lanes))
-    v.require(op, op.result.type == wanted, f"{wanted} as the result of {len(lanes)} lanes")
+    v.require(op, op.output.type == wanted, f"{wanted} as the result of {len(lanes)} lanes")
     total = type_.lanes * len(op.args)
     if max(lanes) >= total:
         v.fail(op, f"lanes below {total}", str(max(lanes)))
 
 
 def _private(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    type_ = op.result.type
+    type_ = op.output.type
     v.require(op, isinstance(type_, Pointer) and type_.space == "private" and type_.elem != bool_,
               "a private array of numbers")  # fmt: skip
     v.require(op, isinstance(type_, Pointer) and is_int(type_.length, 1), "an array with a length")
 
 
+def _spaces(op: Op) -> tuple[str, ...]:
+    return ("global",) if op.opcode.endswith("streaming") else ("global", "shared", "private")
+
+
 def _load(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    pointer, type_ = v.memory(op, ("global", "shared", "private"), reads=True, writes=False), op.result.type
+    pointer, type_ = v.memory(op, _spaces(op), reads=True, writes=False), op.output.type
     v.require(op, isinstance(type_, Scalar | Vector) and element(type_) == pointer.elem,
               f"{pointer.elem}, or a vector of it, as the result")  # fmt: skip
 
 
-def _load_once(v: Verifier, op: Op) -> None:
-    v.memory(op, ("global",), reads=True, writes=False)
-    _load(v, op)
-
-
 def _cluster_load(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    pointer, type_ = v.memory(op, ("shared",), reads=True, writes=False), op.result.type
+    pointer, type_ = v.memory(op, ("shared",), reads=True, writes=False), op.output.type
     v.require(op, isinstance(type_, Scalar | Vector) and element(type_) == pointer.elem and op.args[2].type == i32,
               f"an i32, and {pointer.elem} or a vector of it as the result")  # fmt: skip
 
@@ -244,24 +228,18 @@ def _prefetch(v: Verifier, op: Op) -> None:
 
 
 def _store(v: Verifier, op: Op) -> None:
-    pointer, type_ = v.memory(op, ("global", "shared", "private"), reads=False, writes=True), op.args[2].type
+    pointer, type_ = v.memory(op, _spaces(op), reads=False, writes=True), op.args[2].type
     v.require(op, isinstance(type_, Scalar | Vector) and element(type_) == pointer.elem,
               f"{pointer.elem}, or a vector of it, as the value")  # fmt: skip
 
 
-def _stream(v: Verifier, op: Op) -> None:
-    v.memory(op, ("global",), reads=False, writes=True)
-    _store(v, op)
-
-
 def _atomic(v: Verifier, op: Op) -> None:
-    assert op.result is not None
     pointer = v.memory(op, ("global", "shared"), reads=True, writes=True)
     type_ = op.args[2].type
     together = isinstance(type_, Vector) and type_.lanes in (2, 4) and type_.elem == pointer.elem == f32
     v.require(op, type_ == pointer.elem or (together and pointer.space == "global"),
               f"{pointer.elem}, or two or four f32 of global memory, as the value")  # fmt: skip
-    v.require(op, op.result.type == type_, "the value's type as the result's")
+    v.require(op, op.output.type == type_, "the value's type as the result's")
     v.require(op, not op.attrs["ordered"] or (pointer.space == "global" and not together),
               "one element of global memory where it is ordered")  # fmt: skip
     kinds = ("add",) if pointer.elem.name == "f32" else _ATOMIC_KINDS
@@ -288,16 +266,14 @@ def _launch_await(v: Verifier, op: Op) -> None:
 
 
 def _var(v: Verifier, op: Op) -> None:
-    assert op.result is not None
     type_ = op.args[0].type
-    v.require(op, isinstance(type_, Scalar | Vector | Fragment) and op.result.type == Ref(type_),
+    v.require(op, isinstance(type_, Scalar | Vector | Fragment) and op.output.type == Ref(type_),
               "an initial value, and a variable of its type as the result")  # fmt: skip
 
 
 def _get(v: Verifier, op: Op) -> None:
-    assert op.result is not None
     type_ = op.args[0].type
-    v.require(op, isinstance(type_, Ref) and op.result.type == type_.target, "a variable, and its value as the result")
+    v.require(op, isinstance(type_, Ref) and op.output.type == type_.target, "a variable, and its value as the result")
 
 
 def _set(v: Verifier, op: Op) -> None:
@@ -325,13 +301,8 @@ def _if(v: Verifier, op: Op) -> None:
     v.require(op, op.args[0].type == bool_, "a bool")
 
 
-def _nothing(v: Verifier, op: Op) -> None:
-    """Check nothing beyond the form."""
-
-
 def _shuffle(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    type_ = op.result.type
+    type_ = op.output.type
     v.require(op, _is_word(type_) and op.args[0].type == type_, "a scalar of 32 bits, and the same as the result")
     if len(op.args) == 2:
         v.require(op, op.args[1].type == i32, "an i32 as the lane")
@@ -343,34 +314,27 @@ def _shuffle(v: Verifier, op: Op) -> None:
 
 
 def _vote(v: Verifier, op: Op) -> None:
-    v.require(op, op.args[0].type == bool_ and op.result is not None and op.result.type == bool_, "a bool")
+    v.require(op, op.args[0].type == bool_ and op.output.type == bool_, "a bool")
 
 
 def _fragment_fill(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    v.require(op, isinstance(op.result.type, Fragment) and op.args[0].type == v.outside(op.result.type),
+    v.require(op, isinstance(op.output.type, Fragment) and op.args[0].type == v.storage_type(op.output.type),
               "a scalar, and a fragment of it as the result")  # fmt: skip
 
 
-def _fragment_load(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    pointer = v.memory(op, ("global", "shared"), reads=True, writes=False)
+def _fragment_memory(v: Verifier, op: Op) -> None:
+    loads = op.opcode == "fragment_load"
+    type_ = op.output.type if loads else op.args[3].type
+    pointer = v.memory(op, ("global", "shared"), reads=loads, writes=not loads)
     v.require(op, is_index(op.args[2].type), f"a stride of type {', '.join(INDEX_TYPES)}")
-    v.require(op, isinstance(op.result.type, Fragment) and v.outside(op.result.type) == pointer.elem,
-              f"a fragment of {pointer.elem} as the result")  # fmt: skip
-
-
-def _fragment_store(v: Verifier, op: Op) -> None:
-    pointer, type_ = v.memory(op, ("global", "shared"), reads=False, writes=True), op.args[3].type
-    v.require(op, is_index(op.args[2].type), f"a stride of type {', '.join(INDEX_TYPES)}")
-    v.require(op, isinstance(type_, Fragment) and v.outside(type_) == pointer.elem, f"a fragment of {pointer.elem}")
+    fits = isinstance(type_, Fragment) and v.storage_type(type_) == pointer.elem
+    v.require(op, fits, f"a fragment of {pointer.elem}{' as the result' if loads else ''}")
 
 
 def _fragment_mma(v: Verifier, op: Op) -> None:
-    assert op.result is not None
     a, b, c = (arg.type for arg in op.args)
     fragments = isinstance(a, Fragment) and isinstance(b, Fragment) and isinstance(c, Fragment)
-    v.require(op, fragments and op.result.type == c, "three fragments, and the type of the accumulator as the result")
+    v.require(op, fragments and op.output.type == c, "three fragments, and the type of the accumulator as the result")
     assert isinstance(a, Fragment) and isinstance(b, Fragment) and isinstance(c, Fragment)
     v.require(op, (a.use, b.use, c.use) == ("a", "b", "accumulator"), "fragments of use a, b and accumulator")
     v.require(op, a.cols == b.rows and (a.rows, b.cols) == (c.rows, c.cols), "shapes m x k, k x n and m x n")
@@ -379,20 +343,18 @@ def _fragment_mma(v: Verifier, op: Op) -> None:
 
 
 def _fragment_length(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    v.require(op, isinstance(op.args[0].type, Fragment) and op.result.type == i32, "a fragment, and i32 as the result")
+    v.require(op, isinstance(op.args[0].type, Fragment) and op.output.type == i32, "a fragment, and i32 as the result")
 
 
 def _component(v: Verifier, op: Op) -> None:
-    assert op.result is not None
     type_ = op.args[0].type
     v.require(op, isinstance(type_, Fragment), "a fragment")
     assert isinstance(type_, Fragment)
     if op.opcode == "fragment_get":
-        v.require(op, op.result.type == v.outside(type_), f"{v.outside(type_)} as the result")
+        v.require(op, op.output.type == v.storage_type(type_), f"{v.storage_type(type_)} as the result")
     else:
-        v.require(op, op.args[1].type == v.outside(type_) and op.result.type == type_,
-                  f"{v.outside(type_)}, and {type_} as the result")  # fmt: skip
+        v.require(op, op.args[1].type == v.storage_type(type_) and op.output.type == type_,
+                  f"{v.storage_type(type_)}, and {type_} as the result")  # fmt: skip
     lanes = v.kernel.subgroup_size if type_.use == "accumulator" else 1  # a factor may have several copies
     components = type_.rows * type_.cols // max(lanes, 1)
     if op.attrs["component"] >= components:
@@ -400,9 +362,8 @@ def _component(v: Verifier, op: Op) -> None:
 
 
 def _fragment_pack(v: Verifier, op: Op) -> None:
-    assert op.result is not None
-    type_ = op.result.type
-    v.require(op, isinstance(type_, Fragment) and all(arg.type == v.outside(type_) for arg in op.args),
+    type_ = op.output.type
+    v.require(op, isinstance(type_, Fragment) and all(arg.type == v.storage_type(type_) for arg in op.args),
               "scalars, and a fragment of them as the result")  # fmt: skip
     assert isinstance(type_, Fragment)
     size = v.kernel.subgroup_size
@@ -437,7 +398,7 @@ def _warpgroup_mma(v: Verifier, op: Op) -> None:
             v.fail(op, "panels as `Panels` says", repr(panels))
 
 
-def _split_barrier(v: Verifier, op: Op) -> None:
+def _mbarrier(v: Verifier, op: Op) -> None:
     pointer = v.memory(op, ("shared",), reads=True, writes=True)
     v.require(op, pointer.elem.name == "u64", "shared memory of u64")
     v.require(op, all(arg.type == i32 for arg in op.args[2:]), "an i32 as the parity")
@@ -448,24 +409,28 @@ def _intrinsic(v: Verifier, op: Op) -> None:
     v.require(op, op.result is None or isinstance(op.result.type, Scalar | Vector | Fragment), "a value as the result")
 
 
+def _form_only(v: Verifier, op: Op) -> None:
+    """Check nothing beyond the number of operands, attributes and blocks, which `Verifier` has checked."""
+
+
 RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "const": _const, "leaf": _leaf,
     "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "dot_pairs": _dot_pairs, "select": _select,
     "cast": _cast, "bitcast": _bitcast, "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "load_once": _load_once, "prefetch": _prefetch,
-    "store": _store, "stream": _stream, "atomic": _atomic,
+    "private": _private, "load": _load, "load_streaming": _load, "prefetch": _prefetch,
+    "store": _store, "store_streaming": _store, "atomic": _atomic,
     "async_copy": _async_copy, "cluster_load": _cluster_load, "cluster_post": _cluster_post,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "repeat": _repeat, "if": _if,
-    "sync": _nothing, "launch_await": _launch_await,
+    "sync": _form_only, "launch_await": _launch_await,
     "workgroup_any": _vote,
     "subgroup": _shuffle, "subgroup_any": _vote, "subgroup_all": _vote,
-    "fragment_fill": _fragment_fill, "fragment_load": _fragment_load, "fragment_store": _fragment_store,
+    "fragment_fill": _fragment_fill, "fragment_load": _fragment_memory, "fragment_store": _fragment_memory,
     "fragment_mma": _fragment_mma, "fragment_length": _fragment_length, "fragment_get": _component,
     "fragment_set": _component, "fragment_pack": _fragment_pack,
-    "warpgroup": _nothing, "warpgroup_mma": _warpgroup_mma,
-    **dict.fromkeys(("warpgroup_meeting", "warpgroup_arrive", "warpgroup_await"), _split_barrier),
-    "intrinsic": _intrinsic, "comment": _nothing,
+    "warpgroup": _form_only, "warpgroup_mma": _warpgroup_mma,
+    **dict.fromkeys(("mbarrier_init", "mbarrier_arrive", "mbarrier_wait"), _mbarrier),
+    "intrinsic": _intrinsic, "comment": _form_only,
 }  # fmt: skip
 """Rule of each operation, by opcode or else by category."""

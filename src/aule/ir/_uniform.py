@@ -18,7 +18,7 @@ _ELEMENTWISE = ("unary", "binary", "compare", "ternary", "cast", "vector")
 def divergent_barriers(kernel: KernelIR) -> Iterator[tuple[Op, Op]]:
     """Every barrier in divergent control flow, with the ``if`` or ``loop`` that makes it so."""
     analysis = _Analysis(kernel)
-    analysis.settle()
+    analysis.run()
     yield from analysis.barriers
 
 
@@ -33,7 +33,7 @@ class _Analysis:
         self.uniform: set[Value] = set()
         self.barriers: list[tuple[Op, Op]] = []
 
-    def settle(self) -> None:
+    def run(self) -> None:
         known = -1
         while known != len(self.divergent_variables):
             known = len(self.divergent_variables)
@@ -47,8 +47,7 @@ class _Analysis:
             if op.result is not None and self._is_uniform(op, inputs_uniform):
                 self.uniform.add(op.result)
             if op.opcode == "var" and not inputs_uniform:
-                assert op.result is not None
-                self.divergent_variables.add(op.result)
+                self.divergent_variables.add(op.output)
             elif op.opcode == "set" and (divergence is not None or op.args[1] not in self.uniform):
                 self.divergent_variables.add(op.args[0])
             elif op.opcode in _BARRIERS and divergence is not None:

@@ -113,10 +113,10 @@ class Builder:
     # -- parameters and memory -------------------------------------------------------------------------------------
 
     def buffer(
-        self, name: str, elem: Scalar, access: Literal["read", "write", "readwrite"] = "read", lasting: bool = False
+        self, name: str, elem: Scalar, access: Literal["read", "write", "readwrite"] = "read", evict_last: bool = False
     ) -> Value:
-        """Declare a buffer parameter; for ``lasting`` see `Param`."""
-        return self._param(Param(name, "buffer", elem.name, access, lasting), Pointer(elem, "global"))
+        """Declare a buffer parameter; for ``evict_last`` see `Param`."""
+        return self._param(Param(name, "buffer", elem.name, access, evict_last), Pointer(elem, "global"))
 
     def scalar(self, name: str, type_: Scalar) -> Value:
         """Declare a scalar parameter."""
@@ -138,9 +138,9 @@ class Builder:
         """Load one element, or ``lanes`` of them as a vector. ``align`` (default ``lanes``) divides the index."""
         return self._load("load", pointer, index, lanes, align)
 
-    def load_once(self, pointer: Value, index: Any, lanes: int = 1, align: int | None = None) -> Value:
+    def load_streaming(self, pointer: Value, index: Any, lanes: int = 1, align: int | None = None) -> Value:
         """Load from a buffer with a hint that the data will not be read again soon."""
-        return self._load("load_once", pointer, index, lanes, align)
+        return self._load("load_streaming", pointer, index, lanes, align)
 
     def _load(self, opcode: str, pointer: Value, index: Any, lanes: int, align: int | None) -> Value:
         type_ = vector_type(element(pointer.type), lanes)
@@ -154,9 +154,9 @@ class Builder:
         """Store a scalar, or a vector over consecutive elements."""
         self._store("store", pointer, index, value, align)
 
-    def stream(self, pointer: Value, index: Any, value: Any, align: int | None = None) -> None:
+    def store_streaming(self, pointer: Value, index: Any, value: Any, align: int | None = None) -> None:
         """Store to a buffer with a hint that the data will not be read soon."""
-        self._store("stream", pointer, index, value, align)
+        self._store("store_streaming", pointer, index, value, align)
 
     def _store(self, opcode: str, pointer: Value, index: Any, value: Any, align: int | None) -> None:
         value = self.coerce(value, element(pointer.type))
@@ -529,17 +529,17 @@ class Builder:
         """Make this thread's writes to shared memory readable by products after the next barrier."""
         self.emit("warpgroup_publish", (), None)
 
-    def warpgroup_meeting(self, pointer: Value, index: Any = 0) -> None:
-        """Initialise a split barrier of the workgroup, usable after the next barrier."""
-        self.emit("warpgroup_meeting", (pointer, self._index(index)), None)
+    def mbarrier_init(self, pointer: Value, index: Any = 0) -> None:
+        """Initialise an mbarrier, a barrier of the workgroup in two halves; usable after the next barrier."""
+        self.emit("mbarrier_init", (pointer, self._index(index)), None)
 
-    def warpgroup_arrive(self, pointer: Value, index: Any = 0) -> None:
-        """Arrive at a split barrier without waiting."""
-        self.emit("warpgroup_arrive", (pointer, self._index(index)), None)
+    def mbarrier_arrive(self, pointer: Value, index: Any = 0) -> None:
+        """Arrive at an mbarrier without waiting."""
+        self.emit("mbarrier_arrive", (pointer, self._index(index)), None)
 
-    def warpgroup_await(self, pointer: Value, index: Any, parity: Value) -> None:
-        """Wait until all threads have arrived at a split barrier; ``parity`` is 0 the first time, then alternates."""
-        self.emit("warpgroup_await", (pointer, self._index(index), parity), None)
+    def mbarrier_wait(self, pointer: Value, index: Any, parity: Value) -> None:
+        """Wait until all threads have arrived at an mbarrier; ``parity`` is 0 the first time, then alternates."""
+        self.emit("mbarrier_wait", (pointer, self._index(index), parity), None)
 
     # -- specific to one language ----------------------------------------------------------------------------------
 
@@ -565,7 +565,7 @@ class Builder:
         self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...],
         attrs: dict[str, Any],
     ) -> Op:  # fmt: skip
-        op = Op(opcode, args, attrs, None, blocks, _location())
+        op = Op(opcode, args, attrs, None, blocks, self._location())
         if type_ is not None:
             op.result = Value(type_, op, "", self)
         self._block.append(op)
@@ -620,16 +620,15 @@ class Builder:
         finally:
             self._block = outer
 
+    def _location(self) -> Location | None:
+        """Find the innermost caller outside this package's ``ir`` folder and contextlib."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith(_HERE) and not name.endswith("contextlib.py"):
+                break
+            frame = frame.f_back
+        return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
 
 _NOTHING = Value(bool_)
-
-
-def _location() -> Location:
-    """Find the innermost caller outside this package's ``ir`` folder and contextlib."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_HERE) and not name.endswith("contextlib.py"):
-            break
-        frame = frame.f_back
-    return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

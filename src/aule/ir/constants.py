@@ -6,12 +6,15 @@ Integers wrap, division truncates, and operations that the language leaves undef
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 
-from aule.ir.types import Scalar
+from aule.ir.types import Scalar, f32
 
 _DIGITS = {"bf16": 8, "f16": 11, "f32": 24, "f64": 53}
 """Significand bits of the floating-point types."""
+_FORMATS = {"f16": ">e", "f32": ">f", "f64": ">d"}
+"""Codes of `struct`."""
 
 
 def _quotient(x: int, y: int) -> int:
@@ -63,5 +66,16 @@ def exact(value: float | int | bool, elem: Scalar) -> bool:
         return math.isinf(value) and elem.is_float
     if elem.is_float:
         return abs(value) <= 1 << _DIGITS[elem.name]
-    low = -(1 << (elem.bits - 1)) if elem.is_signed else 0
-    return low <= value < low + (1 << elem.bits)
+    return wrap(int(value), elem) == value
+
+
+def float_bits(value: float, elem: Scalar) -> int:
+    """The bits of a number rounded to a floating-point type: to nearest even; too large numbers become infinite."""
+    if elem.name == "bf16":
+        bits = float_bits(value, f32)
+        return bits >> 16 | 0x40 if math.isnan(value) else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    try:
+        data = struct.pack(_FORMATS[elem.name], value)
+    except OverflowError:
+        data = struct.pack(_FORMATS[elem.name], math.copysign(math.inf, value))
+    return int.from_bytes(data, "big")

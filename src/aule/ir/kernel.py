@@ -6,9 +6,9 @@ renderers simple, and drivers rebuild SSA anyway. ``ops.py`` specifies the opera
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from aule.artifact import Param
 from aule.ir.types import Pointer, Scalar, Type, element
@@ -32,6 +32,23 @@ class Location:
         return f"{self.file}:{self.line} in {self.function}"
 
 
+_Method: TypeAlias = "Callable[[Value, Any], Value]"
+
+
+def _operator(opcode: str) -> tuple[_Method, _Method]:
+    """The methods of `Value` that emit ``self op other`` and ``other op self``."""
+
+    def method(self: Value, other: Any) -> Value:
+        assert self.builder is not None
+        return self.builder.binary(opcode, self, other)
+
+    def reflected(self: Value, other: Any) -> Value:
+        assert self.builder is not None
+        return self.builder.binary(opcode, other, self)
+
+    return method, reflected
+
+
 class Value:
     """The result of an operation, a parameter, or a loop index. Python operators emit operations."""
 
@@ -48,89 +65,21 @@ class Value:
         """The number of a ``const``; None for every other value."""
         return self.op.attrs["value"] if self.op is not None and self.op.opcode == "const" else None
 
-    def _emit(self, opcode: str, other: Any, swap: bool = False) -> Value:
-        assert self.builder is not None
-        return self.builder.binary(opcode, other, self) if swap else self.builder.binary(opcode, self, other)
-
-    def __add__(self, other: Any) -> Value:
-        return self._emit("add", other)
-
-    def __radd__(self, other: Any) -> Value:
-        return self._emit("add", other, True)
-
-    def __sub__(self, other: Any) -> Value:
-        return self._emit("sub", other)
-
-    def __rsub__(self, other: Any) -> Value:
-        return self._emit("sub", other, True)
-
-    def __mul__(self, other: Any) -> Value:
-        return self._emit("mul", other)
-
-    def __rmul__(self, other: Any) -> Value:
-        return self._emit("mul", other, True)
-
-    def __truediv__(self, other: Any) -> Value:
-        return self._emit("div", other)
-
-    def __rtruediv__(self, other: Any) -> Value:
-        return self._emit("div", other, True)
-
-    def __floordiv__(self, other: Any) -> Value:
-        """Truncating integer division, as on every target."""
-        return self._emit("div", other)
-
-    def __rfloordiv__(self, other: Any) -> Value:
-        return self._emit("div", other, True)
-
-    def __mod__(self, other: Any) -> Value:
-        return self._emit("rem", other)
-
-    def __rmod__(self, other: Any) -> Value:
-        return self._emit("rem", other, True)
-
-    def __and__(self, other: Any) -> Value:
-        return self._emit("and", other)
-
-    def __rand__(self, other: Any) -> Value:
-        return self._emit("and", other, True)
-
-    def __or__(self, other: Any) -> Value:
-        return self._emit("or", other)
-
-    def __ror__(self, other: Any) -> Value:
-        return self._emit("or", other, True)
-
-    def __xor__(self, other: Any) -> Value:
-        return self._emit("xor", other)
-
-    def __rxor__(self, other: Any) -> Value:
-        return self._emit("xor", other, True)
-
-    def __lshift__(self, other: Any) -> Value:
-        return self._emit("shl", other)
-
-    def __rlshift__(self, other: Any) -> Value:
-        return self._emit("shl", other, True)
-
-    def __rshift__(self, other: Any) -> Value:
-        return self._emit("shr", other)
-
-    def __rrshift__(self, other: Any) -> Value:
-        return self._emit("shr", other, True)
-
-    def __lt__(self, other: Any) -> Value:
-        return self._emit("lt", other)
-
-    def __le__(self, other: Any) -> Value:
-        return self._emit("le", other)
-
-    def __gt__(self, other: Any) -> Value:
-        return self._emit("gt", other)
-
-    def __ge__(self, other: Any) -> Value:
-        return self._emit("ge", other)
-
+    __add__, __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("sub")
+    __mul__, __rmul__ = _operator("mul")
+    __truediv__, __rtruediv__ = _operator("div")
+    __floordiv__, __rfloordiv__ = _operator("div")  # truncates, as on every target
+    __mod__, __rmod__ = _operator("rem")
+    __and__, __rand__ = _operator("and")
+    __or__, __ror__ = _operator("or")
+    __xor__, __rxor__ = _operator("xor")
+    __lshift__, __rlshift__ = _operator("shl")
+    __rshift__, __rrshift__ = _operator("shr")
+    __lt__ = _operator("lt")[0]
+    __le__ = _operator("le")[0]
+    __gt__ = _operator("gt")[0]
+    __ge__ = _operator("ge")[0]
     # ``==`` stays identity, so that values can be dictionary keys; kernels use b.eq(x, y).
 
     def __neg__(self) -> Value:
@@ -158,6 +107,12 @@ class Op:
     result: Value | None = None
     blocks: tuple[list[Op], ...] = ()
     where: Location | None = None
+
+    @property
+    def output(self) -> Value:
+        """The result of an operation that always has one."""
+        assert self.result is not None
+        return self.result
 
 
 @dataclass(eq=False)
@@ -217,6 +172,14 @@ class KernelIR:
         """Element types of all registers, buffers and arrays."""
         values = (*self.values.values(), *self.shared, *(op.result for op in self.walk() if op.result is not None))
         return {element(value.type) for value in values}
+
+    def alignments(self) -> dict[Value, int]:
+        """The largest ``align`` of the loads and stores of each pointer, in elements."""
+        aligned: dict[Value, int] = {}
+        for op in self.walk():
+            if op.opcode in ("load", "load_streaming", "store", "store_streaming"):
+                aligned[op.args[0]] = max(aligned.get(op.args[0], 1), op.attrs["align"])
+        return aligned
 
     def walk(self) -> Iterator[Op]:
         """All operations in program order, an outer one before those in its blocks."""

@@ -149,7 +149,7 @@ OPS: dict[str, OpInfo] = {
         "of two, in elements (and so is the buffer's start)",
         ("align",),
     ),
-    "load_once": OpInfo(
+    "load_streaming": OpInfo(
         "memory",
         2,
         "as load, from global memory, with a hint that the data will not be read again soon (evict first); a plain "
@@ -159,7 +159,7 @@ OPS: dict[str, OpInfo] = {
     "store": OpInfo(
         "memory", 3, "pointer, index, value (elem or vector of elem); ``align`` as for load", ("align",), result=False
     ),
-    "stream": OpInfo(
+    "store_streaming": OpInfo(
         "memory",
         3,
         "as store, to global memory, with a hint that the data will not be read soon (bypass the caches); a plain "
@@ -330,20 +330,20 @@ OPS: dict[str, OpInfo] = {
         "make the thread's writes to shared memory readable by products after the next barrier; required for that",
         result=False,
     ),
-    "warpgroup_meeting": OpInfo(
+    "mbarrier_init": OpInfo(
         "warpgroup",
         2,
-        "pointer (shared, u64), index: initialise a split barrier of the workgroup (arrive, later await) in that "
-        "element, which nothing else may access; usable after the next barrier",
+        "pointer (shared, u64), index: initialise an mbarrier in that element, which nothing else may access: a "
+        "barrier of the workgroup in two halves (arrive, later wait); usable after the next barrier",
         result=False,
     ),
-    "warpgroup_arrive": OpInfo(
-        "warpgroup", 2, "pointer, index of a split barrier: arrive, with all lanes of a subgroup", result=False
+    "mbarrier_arrive": OpInfo(
+        "warpgroup", 2, "pointer, index of an mbarrier: arrive, with all lanes of a subgroup", result=False
     ),
-    "warpgroup_await": OpInfo(
+    "mbarrier_wait": OpInfo(
         "warpgroup",
         3,
-        "pointer, index of a split barrier, i32 parity: wait until all threads have arrived as often as this one. "
+        "pointer, index of an mbarrier, i32 parity: wait until all threads have arrived as often as this one. "
         "Shared memory written before the arrivals is visible. ``parity`` is 0 the first time and then alternates",
         result=False,
     ),
@@ -357,3 +357,11 @@ OPS: dict[str, OpInfo] = {
     ),
     "comment": OpInfo("target", 0, "a comment in the rendered source", ("text",), result=False),
 }
+
+SUBGROUP_OPS = frozenset(
+    {"lane_id", "subgroup_id", "subgroup_barrier"}
+    | {opcode for opcode, info in OPS.items() if info.category == "subgroup"}
+)
+"""Operations that need subgroups, besides those of matrix units."""
+MATRIX_OPS = frozenset(opcode for opcode, info in OPS.items() if info.category in ("fragment", "warpgroup"))
+"""Operations of matrix units."""

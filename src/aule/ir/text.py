@@ -19,28 +19,17 @@ _PLAIN = ("bool", "i32", "f32")
 """Types of constants that need no suffix."""
 _INDENT = "  "
 _AT_INDEX = frozenset(
-    {"load", "load_once", "store", "atomic", "fragment_load", "fragment_store"} | {"cluster_load", "cluster_post"}
+    {"load", "load_streaming", "store", "atomic", "fragment_load", "fragment_store"} | {"cluster_load", "cluster_post"}
 )
 """Operations whose first two operands are a pointer and an index."""
 
 
 def text(kernel: KernelIR) -> str:
-    """Print a kernel.
-
-    Parameters
-    ----------
-    kernel : KernelIR
-        Any kernel, even one that `verify` would reject.
-
-    Returns
-    -------
-    str
-        Text that depends only on the kernel.
-    """
+    """Print a kernel, even one that `verify` would reject."""
     names = _names(kernel)
     lines = [f"kernel {kernel.name}("]
     for param in kernel.params:
-        access = f" {param.access}{' lasting' * param.lasting}" if param.kind == "buffer" else ""
+        access = f" {param.access}{' evict_last' * param.evict_last}" if param.kind == "buffer" else ""
         lines.append(f"{_INDENT}%{param.name}: {param.kind} {param.dtype}{access}")
     subgroup = f" subgroup {kernel.subgroup_size}" if kernel.subgroup_size else ""
     registers = f" registers {kernel.max_registers}" if kernel.max_registers else ""
@@ -131,19 +120,15 @@ def _line(op: Op, names: dict[Value, str]) -> str:
 def _attrs(op: Op, hidden: tuple[str, ...]) -> str:
     known = OPS[op.opcode].attrs if op.opcode in OPS else ()
     keys = [key for key in known if key in op.attrs] + sorted(key for key in op.attrs if key not in known)
-    return "".join(f" {key}={_attr(op.attrs[key])}" for key in keys if key not in hidden)
+    return "".join(f" {key}={_literal(op.attrs[key])}" for key in keys if key not in hidden)
 
 
-def _attr(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value)
+def _literal(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _operand(value: Value, names: dict[Value, str]) -> str:
     if value.op is None or value.op.opcode != "const":
         return names.get(value, "%?")
-    number = value.constant
-    literal = ("true" if number else "false") if isinstance(number, bool) else repr(number)
     plain = isinstance(value.type, Scalar) and value.type.name in _PLAIN
-    return literal if plain else f"{literal}:{value.type}"
+    return _literal(value.constant) + ("" if plain else f":{value.type}")

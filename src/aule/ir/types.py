@@ -111,13 +111,8 @@ class Panels:
 
     def offset(self, row: Any, col: Any) -> Any:
         """Offset of an element from the start of the matrix; takes numbers or arrays."""
-        return panel_offset(row, col, self.stride)
-
-
-def panel_offset(row: Any, col: Any, stride: int) -> Any:
-    """Offset of an element from the start of a matrix stored in panels (see `Panels`)."""
-    run = (col // 8 % 8) ^ (row % 8)
-    return col // PANEL * stride + row * PANEL + run * 8 + col % 8
+        run = (col // 8 % 8) ^ (row % 8)
+        return col // PANEL * self.stride + row * PANEL + run * 8 + col % 8
 
 
 @dataclass(frozen=True)

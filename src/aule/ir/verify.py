@@ -21,13 +21,7 @@ _VECTOR_LANES = (2, 4, 8, 16)
 
 
 def verify(kernel: KernelIR) -> None:
-    """Check a kernel against the specification in ``ops.py``.
-
-    Raises
-    ------
-    KernelError
-        The kernel breaks a rule.
-    """
+    """Raise a KernelError if a kernel breaks a rule of ``ops.py``."""
     verify_structure(kernel)
     for barrier, cause in divergent_barriers(kernel):
         raise KernelError(
@@ -54,7 +48,6 @@ class Verifier:
         self.access = {kernel.values[p.name]: p.access for p in kernel.params if p.name in kernel.values}
 
     def run(self) -> None:
-        """Check everything."""
         self._header()
         self._block(self.kernel.body)
 
@@ -172,7 +165,7 @@ class Verifier:
             got = ", ".join(str(arg.type) for arg in op.args) or "no operands"
             self.fail(op, expected, got if op.result is None else f"{got} -> {op.result.type}")
 
-    def outside(self, fragment: Fragment) -> Scalar:
+    def storage_type(self, fragment: Fragment) -> Scalar:
         """Type that memory and registers use for a fragment's elements."""
         return u16 if fragment.elem in self.soft else fragment.elem
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 
 from aule.errors import KernelError
+from aule.ir.constants import float_bits
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Pointer, Scalar, Type, Vector, element, f16, f32
+from aule.ir.types import Pointer, Scalar, Type, Vector, element, f16, f32, f64
 
 _FLOATS = {"f16": "half", "f32": "float", "f64": "double"}
 
@@ -97,12 +96,12 @@ def literal(value: float | int | bool, elem: Scalar) -> str:
     """A literal. Floats are written as bits, the only form that LLVM accepts for all of them."""
     if not elem.is_float:
         return str(value).lower() if isinstance(value, bool) else str(value)
-    with np.errstate(over="ignore"):
-        if elem == f16:
-            return f"0xH{int(np.array(value, np.float16).view(np.uint16)):04X}"
-        # An f32 is written as the f64 of the same value.
-        exact = float(np.float32(value)) if elem == f32 else value
-    return f"0x{struct.unpack('>Q', struct.pack('>d', exact))[0]:016X}"
+    if elem == f16:
+        return f"0xH{float_bits(value, f16):04X}"
+    if elem == f32:  # written as the f64 of the same value
+        with np.errstate(over="ignore"):
+            value = float(np.float32(value))
+    return f"0x{float_bits(value, f64):016X}"
 
 
 def constant(value: float | int, type_: Scalar | Vector) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from aule.ir.builder import Builder
 from aule.ir.kernel import Op, Value
 from aule.ir.ops import OPS
-from aule.ir.types import Scalar, Vector, element, f16, f32, lanes_of, u16, u64
+from aule.ir.types import Scalar, Vector, element, f16, f32, lanes_of, u16, u64, vector_type
 from aule.render._llvm_emitter import Emitter, constant, llvm_type, refuse, suffix
 from aule.render._llvm_exp2 import AVX512, condition, exp2
 
@@ -57,19 +57,18 @@ class Processor:
 
 def arithmetic(e: Emitter, op: Op, processor: Processor) -> None:
     """Emit a unary or binary operation, a comparison or fma."""
-    assert op.result is not None
     type_, texts = _shape(op.args[0]), [e.operand(a) for a in op.args]
     elem = element(type_)
     if elem == f16:
         # Computed in f32: it has more than twice the precision, so rounding twice equals rounding once.
-        wide = with_element(type_, f32)
+        wide = vector_type(f32, lanes_of(type_))
         texts = [cast(e, text, type_, f32, processor) for text in texts]
         result = _compute(e, op.opcode, texts, wide, processor)
         if OPS[op.opcode].category != "compare":
             result = cast(e, result, wide, f16, processor)
     else:
         result = _compute(e, op.opcode, texts, type_, processor)
-    e.bind(op.result, result)
+    e.bind(op.output, result)
 
 
 def _compute(e: Emitter, opcode: str, args: list[str], type_: Shape, processor: Processor) -> str:
@@ -139,9 +138,10 @@ def _integer(e: Emitter, opcode: str, args: list[str], type_: Shape) -> str:
                 return args[0]
             return e.emit(f"call {t} @llvm.abs.{suffix(type_)}({t} {args[0]}, i1 false)")
         case "mulhi":
-            wide = llvm_type(with_element(type_, u64))
+            words = vector_type(u64, lanes_of(type_))
+            wide = llvm_type(words)
             a, b = (e.emit(f"zext {t} {x} to {wide}") for x in args)
-            high = e.emit(f"lshr {wide} {e.emit(f'mul {wide} {a}, {b}')}, {constant(32, with_element(type_, u64))}")
+            high = e.emit(f"lshr {wide} {e.emit(f'mul {wide} {a}, {b}')}, {constant(32, words)}")
             return e.emit(f"trunc {wide} {high} to {t}")
         case "min" | "max":
             return _call(e, f"{'s' if elem.is_signed else 'u'}{opcode}", type_, args)
@@ -155,37 +155,33 @@ def _call(e: Emitter, name: str, type_: Shape, args: list[str]) -> str:
 
 def dot_pairs(e: Emitter, op: Op, processor: Processor) -> None:
     """Emit the AVX512_BF16 instruction, in vectors of any of its lengths."""
-    assert op.result is not None
-    lanes = lanes_of(op.result.type)
+    lanes = lanes_of(op.output.type)
     if not processor.bfloats or lanes not in (4, 8, 16):
         got = f"{lanes} lanes" if processor.bfloats else f"a target for {processor.arch} without them"
         raise refuse(op, "vectors of 4, 8 or 16 lanes and AVX512_BF16 instructions", got, "multiply in f32")
     e.needs.update((*AVX512, "avx512bf16"))
-    t, pairs = llvm_type(op.result.type), f"<{2 * lanes} x bfloat>"
+    t, pairs = llvm_type(op.output.type), f"<{2 * lanes} x bfloat>"
     left, right = (f"{pairs} {e.emit(f'bitcast {e.typed(x)} to {pairs}')}" for x in op.args[:2])
     intrinsic = f"@llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
-    e.bind(op.result, e.emit(f"call {t} {intrinsic}({e.typed(op.args[2])}, {left}, {right})"))
+    e.bind(op.output, e.emit(f"call {t} {intrinsic}({e.typed(op.args[2])}, {left}, {right})"))
 
 
 def float_to_bfloat(b: Builder, value: Value) -> Value:
     """f32 to bf16 bits in a u16 of the same shape by instructions: nearest, ties to even; subnormals become zero."""
-    shape = _shape(value)
-    source, bits = llvm_type(shape), llvm_type(with_element(shape, u16))
+    source, bits = llvm_type(value.type), vector_type(u16, lanes_of(value.type))
     bfloat = source.replace("float", "bfloat")
-    code = f"{{0}}.b = fptrunc {source} {{1}} to {bfloat}\n  {{0}} = bitcast {bfloat} {{0}}.b to {bits}"
-    result = b.intrinsic("llvm", code, [value], with_element(shape, u16))
+    code = f"{{0}}.b = fptrunc {source} {{1}} to {bfloat}\n  {{0}} = bitcast {bfloat} {{0}}.b to {llvm_type(bits)}"
+    result = b.intrinsic("llvm", code, [value], bits)
     assert result is not None
     return result
 
 
 def select(e: Emitter, op: Op) -> None:
-    assert op.result is not None
-    e.bind(op.result, e.emit(f"select {', '.join(e.typed(a) for a in op.args)}"))
+    e.bind(op.output, e.emit(f"select {', '.join(e.typed(a) for a in op.args)}"))
 
 
 def cast_op(e: Emitter, op: Op, processor: Processor) -> None:
-    assert op.result is not None
-    e.bind(op.result, cast(e, e.operand(op.args[0]), _shape(op.args[0]), element(op.result.type), processor))
+    e.bind(op.output, cast(e, e.operand(op.args[0]), _shape(op.args[0]), element(op.output.type), processor))
 
 
 def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Processor) -> str:
@@ -198,7 +194,7 @@ def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Process
         e.needs.update(processor.features & {"f16c"})
         if f32 not in (source, target):
             text = cast(e, text, type_, f32, processor)
-            type_, source = with_element(type_, f32), f32
+            type_, source = vector_type(f32, lanes_of(type_)), f32
     if source.is_float and target.is_float:
         name = "fpext" if source.bits < target.bits else "fptrunc"
     elif source.is_float:
@@ -211,19 +207,13 @@ def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Process
         name = "trunc"
     if source.bits == target.bits and source.is_float == target.is_float:
         return text  # LLVM's integers have no sign
-    return e.emit(f"{name} {llvm_type(type_)} {text} to {llvm_type(with_element(type_, target))}")
+    return e.emit(f"{name} {llvm_type(type_)} {text} to {llvm_type(vector_type(target, lanes_of(type_)))}")
 
 
 def bitcast(e: Emitter, op: Op) -> None:
-    assert op.result is not None
-    source, target = llvm_type(op.args[0].type), llvm_type(op.result.type)
+    source, target = llvm_type(op.args[0].type), llvm_type(op.output.type)
     text = e.operand(op.args[0])
-    e.bind(op.result, text if source == target else e.emit(f"bitcast {source} {text} to {target}"))
-
-
-def with_element(type_: Shape, elem: Scalar) -> Shape:
-    """Replace the element type and keep the shape."""
-    return Vector(elem, type_.lanes) if isinstance(type_, Vector) else elem
+    e.bind(op.output, text if source == target else e.emit(f"bitcast {source} {text} to {target}"))
 
 
 def _shape(value: Value) -> Shape:

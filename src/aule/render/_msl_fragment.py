@@ -61,7 +61,6 @@ class FragmentPrinter(CPrinter):
     # -- operations ------------------------------------------------------------------------------------------------
 
     def fragment(self, op: Op) -> Expr:
-        assert op.result is not None
         if op.opcode == "fragment_get":
             source, component = op.args[0], op.attrs["component"]
             assert isinstance(source.type, Fragment)
@@ -71,7 +70,7 @@ class FragmentPrinter(CPrinter):
             source = op.args[0]
             assert isinstance(source.type, Fragment)
             return Expr(str(_count(source.type) * _PER_LANE))
-        type_ = op.result.type
+        type_ = op.output.type
         assert isinstance(type_, Fragment)
         if op.opcode == "fragment_fill":
             return Expr(f"{self._fill(type_)}({self._scalar(op.args[0], type_.elem)})")
@@ -79,7 +78,7 @@ class FragmentPrinter(CPrinter):
             return Expr(f"{self._load(op, type_)}({self._place(op, type_.elem, 'const ')})")
         if op.opcode == "fragment_mma":
             return Expr(f"{self._multiply(op)}({', '.join(self._matrix(value) for value in op.args)})")
-        name, changed = self.name(op.result.hint), op.opcode == "fragment_set"
+        name, changed = self.name(op.output.hint), op.opcode == "fragment_set"
         self.emit(self.declare(type_, name, self._matrix(op.args[0]) if changed else None))
         parts = [(op.attrs["component"], op.args[1])] if changed else enumerate(op.args)
         for component, value in parts:
@@ -125,17 +124,20 @@ class FragmentPrinter(CPrinter):
         return self._function(f"fill_{_shape(type_)}", shape, f"{elem} x", [f"{shape} m;", *lines, "return m;"])
 
     def _load(self, op: Op, type_: Fragment) -> str:
-        shape, space, transposed = self.type_name(type_), self.space(op.args[0]), op.attrs["layout"] == "column"
-        name = f"load{'_transposed' if transposed else ''}_{_shape(type_)}_{space}"
-        lines = [f"simdgroup_load({block}, {place});" for block, place in _block_places(type_, transposed)]
-        arguments = f"{space} const {_ELEMENTS[type_.elem]}* p, ulong stride"
+        name, space, lines = self._transfer("load", op, type_)
+        shape, arguments = self.type_name(type_), f"{space} const {_ELEMENTS[type_.elem]}* p, ulong stride"
         return self._function(name, shape, arguments, [f"{shape} m;", *lines, "return m;"])
 
     def _store(self, op: Op, type_: Fragment) -> str:
-        shape, space, transposed = self.type_name(type_), self.space(op.args[0]), op.attrs["layout"] == "column"
-        name = f"store{'_transposed' if transposed else ''}_{_shape(type_)}_{space}"
-        lines = [f"simdgroup_store({block}, {place});" for block, place in _block_places(type_, transposed)]
-        return self._function(name, "void", f"{shape} m, {space} {_ELEMENTS[type_.elem]}* p, ulong stride", lines)
+        name, space, lines = self._transfer("store", op, type_)
+        arguments = f"{self.type_name(type_)} m, {space} {_ELEMENTS[type_.elem]}* p, ulong stride"
+        return self._function(name, "void", arguments, lines)
+
+    def _transfer(self, verb: str, op: Op, type_: Fragment) -> tuple[str, str, list[str]]:
+        """Name, address space and statements of a function that loads or stores the blocks of a matrix."""
+        space, transposed = self.space(op.args[0]), op.attrs["layout"] == "column"
+        lines = [f"simdgroup_{verb}({block}, {place});" for block, place in _block_places(type_, transposed)]
+        return f"{verb}{'_transposed' if transposed else ''}_{_shape(type_)}_{space}", space, lines
 
     def _multiply(self, op: Op) -> str:
         """``c + a b`` by blocks, with k as the outer loop, so that consecutive products add to different sums."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aule.ir.constants import float_bits
 from aule.ir.kernel import Op
-from aule.ir.types import Scalar, element, f32, u32
-from aule.render._ptx_emitter import Emitter, float_bits, lane_count, refuse, register_class
+from aule.ir.types import Scalar, element, f32, lanes_of, u32
+from aule.render._ptx_emitter import Emitter, refuse, register_class
 
 
 def integer_type(elem: Scalar) -> str:
@@ -129,39 +130,37 @@ def join(e: Emitter, parts: Sequence[str], from_bits: int, to_bits: int, result_
 
 def e4m3_halves(e: Emitter, op: Op) -> None:
     """Emit ``e4m3_halves``, converting two numbers at a time."""
-    assert op.result is not None
     if e.arch.number < 90:
         raise refuse(op, "sm_90 or newer", e.arch.name, "shift the bits into place")
     halves = split(e, e.registers(op.args[0])[0], 32, 16)
     pairs = [e.emit("cvt.rn.f16x2.e4m3x2", "r", half) for half in halves]
-    e.bind(op.result, tuple(part for pair in pairs for part in split(e, pair, 32, 16)))
+    e.bind(op.output, tuple(part for pair in pairs for part in split(e, pair, 32, 16)))
 
 
 def bitcast(e: Emitter, op: Op) -> None:
     """Emit a bitcast; lanes keep their order, the lowest first, as in memory."""
-    assert op.result is not None
-    source, target = element(op.args[0].type), element(op.result.type)
+    source, target = element(op.args[0].type), element(op.output.type)
     if "bool" in (source.kind, target.kind):
         raise refuse(op, "numbers of the same size", f"{source} and {target}", "compare or select instead")
     lanes = e.registers(op.args[0])
-    if len(lanes) * source.bits != lane_count(op.result) * target.bits:
-        raise refuse(op, "types of the same size", f"{op.args[0].type} and {op.result.type}", "check the lanes")
+    if len(lanes) * source.bits != lanes_of(op.output.type) * target.bits:
+        raise refuse(op, "types of the same size", f"{op.args[0].type} and {op.output.type}", "check the lanes")
     cls = register_class(target)
     if source.bits == target.bits:
         if target.bits == 8:
-            e.bind(op.result, tuple(extend_byte(e, target, x) for x in lanes))
+            e.bind(op.output, tuple(extend_byte(e, target, x) for x in lanes))
         elif cls == register_class(source):
-            e.bind(op.result, lanes)
+            e.bind(op.output, lanes)
         else:
-            e.bind(op.result, tuple(e.emit(f"mov.b{target.bits}", cls, x) for x in lanes))
+            e.bind(op.output, tuple(e.emit(f"mov.b{target.bits}", cls, x) for x in lanes))
     elif source.bits < target.bits:
         n = target.bits // source.bits
         groups = [lanes[i : i + n] for i in range(0, len(lanes), n)]
-        e.bind(op.result, tuple(join(e, g, source.bits, target.bits, cls) for g in groups))
+        e.bind(op.output, tuple(join(e, g, source.bits, target.bits, cls) for g in groups))
     else:
         parts = [part for x in lanes for part in split(e, x, source.bits, target.bits)]
         if target.name == "i8":
             parts = [extend_byte(e, target, x) for x in parts]
         elif cls == "f":
             parts = [e.emit("mov.b32", "f", x) for x in parts]
-        e.bind(op.result, tuple(parts))
+        e.bind(op.output, tuple(parts))

@@ -6,15 +6,13 @@ Register classes: ``%p`` predicates, ``%h`` 16 bits (and 8-bit integers, extende
 
 from __future__ import annotations
 
-import math
 import re
-import struct
 from dataclasses import dataclass
 
 from aule.errors import KernelError
-from aule.ir.constants import wrap
+from aule.ir.constants import float_bits, wrap
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Scalar, element, lanes_of
+from aule.ir.types import Scalar, element, f32, f64
 
 _VERSIONS = {
     "75": "6.3", "80": "7.0", "86": "7.1", "87": "7.4", "88": "9.0", "89": "7.8", "90": "7.8", "90a": "8.0",
@@ -65,7 +63,6 @@ class Emitter:
         self.lines: list[str] = []
         self.scopes: list[dict[object, str]] = [{}]
         self.truth: dict[Value, bool] = {}
-        self.uses_subgroups = False
         self.pairs: dict[tuple[str, str], str] = {}
         """32-bit registers by the two halves they were split into."""
         self.masked: dict[str, tuple[str, str]] = {}
@@ -206,35 +203,12 @@ def register_class(elem: Scalar) -> str:
     return _REGISTERS[elem.name]
 
 
-def lane_count(value: Value) -> int:
-    """Lanes of a value."""
-    return lanes_of(value.type)
-
-
-def float_bits(value: float, elem: Scalar) -> int:
-    """The bits of a constant, rounded to nearest even; too large numbers become infinite."""
-    if elem.name == "bf16":
-        if math.isnan(value):
-            return 0x7FC0
-        bits = _pack(">f", value)
-        return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return _pack({"f16": ">e", "f32": ">f", "f64": ">d"}[elem.name], value)
-
-
-def _pack(code: str, value: float) -> int:
-    try:
-        data = struct.pack(code, value)
-    except OverflowError:
-        data = struct.pack(code, math.copysign(math.inf, value))
-    return int.from_bytes(data, "big")
-
-
 def f32_text(value: float) -> str:
-    return f"0f{_pack('>f', value):08X}"
+    return f"0f{float_bits(value, f32):08X}"
 
 
 def f64_text(value: float) -> str:
-    return f"0d{_pack('>d', value):016X}"
+    return f"0d{float_bits(value, f64):016X}"
 
 
 def refuse(op: Op, expected: str, got: object, remedy: str) -> KernelError:

@@ -36,20 +36,8 @@ def render(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Emit an operation on fragments."""
     if op.opcode == "fragment_load":
         _load(e, addresses, op)
-    elif op.opcode == "fragment_mma":
-        _mma(e, op)
-    elif op.opcode == "fragment_fill":
-        _fill(e, op)
-    elif op.opcode == "fragment_pack":
-        _pack(e, op)
-    elif op.opcode == "fragment_length":
-        registers_of(op, _type(op.args[0]))
-        assert op.result is not None
-        e.bind_integer(op.result, _COMPONENTS)
-    elif op.opcode == "fragment_get":
-        _get(e, op)
-    elif op.opcode == "fragment_set":
-        _set(e, op)
+    elif op.opcode in _IN_REGISTERS:
+        _IN_REGISTERS[op.opcode](e, op)
     else:
         raise refuse(op, "fragments that stay in registers", op.opcode, "store their components")
 
@@ -61,8 +49,7 @@ def _type(value: Value) -> Fragment:
 
 def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Load a fragment by ldmatrix: each lane passes the address of one row of eight elements."""
-    assert op.result is not None
-    type_, memory = _type(op.result), addresses.memory(op.args[0])
+    type_, memory = _type(op.output), addresses.memory(op.args[0])
     if type_.use == "accumulator" or memory.space != "shared":
         raise refuse(op, "a factor from shared memory", f"{type_} from {memory.space}", "load the components")
     if registers_of(op, type_) == 8:
@@ -70,7 +57,6 @@ def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
         return
     # Blocks of 8 x 8: lanes 0-15 address the rows of blocks 0 and 1, lanes 16-31 those of 2 and 3.
     lane = e.once("%laneid", "mov.u32", "r", "%laneid")
-    e.uses_subgroups = True
     low = e.once("lane & 15", "and.b32", "r", lane, "15")
     far = e.once("lane >> 4", "shr.u32", "r", lane, "4")
     straight = type_.use == "a"
@@ -88,13 +74,11 @@ def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
     stride = e.operands(op.args[2])[0]
     own = e.once(("own", row, column, stride), "mad.lo.s32", "r", row, stride, column)
     bytes_ = e.once(("own bytes", own), "shl.b32", "r", own, "1")
-    base, offset = addresses.locate(memory, op.args[1])
-    if not base.startswith("%"):
-        base = addresses.symbol_of(memory)
+    base, offset = addresses.locate_register(memory, op.args[1])
     place = e.once(("ldmatrix", base, bytes_), "add.s32", "r", base, bytes_)
     out = [e.new("r") for _ in range(4)]
     e.line(f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{{', '.join(out)}}}, {at(place, offset)};")
-    e.bind(op.result, tuple(out))
+    e.bind(op.output, tuple(out))
 
 
 def _load_words(e: Emitter, addresses: Addresses, op: Op) -> None:
@@ -103,19 +87,15 @@ def _load_words(e: Emitter, addresses: Addresses, op: Op) -> None:
     Along the dimension that is summed over, a lane holds 2t, 2t + 1 and both plus 8; along the other, g and g + 8. Two
     elements are loaded at a time if neighbours along the sum are neighbours in memory.
     """
-    assert op.result is not None
-    type_, memory = _type(op.result), addresses.memory(op.args[0])
+    type_, memory = _type(op.output), addresses.memory(op.args[0])
     lane = e.once("%laneid", "mov.u32", "r", "%laneid")
-    e.uses_subgroups = True
     group = e.once("lane >> 2", "shr.u32", "r", lane, "2")
     quarter = e.once("lane & 3", "and.b32", "r", lane, "3")
     pair = e.once("(lane & 3) * 2", "shl.b32", "r", quarter, "1")
     neighbours = op.attrs["layout"] == ("row" if type_.use == "a" else "column")
     row, column = (group, pair) if neighbours else (pair, group)
     stride = e.operands(op.args[2])[0]
-    base, offset = addresses.locate(memory, op.args[1])
-    if not base.startswith("%"):
-        base = addresses.symbol_of(memory)
+    base, offset = addresses.locate_register(memory, op.args[1])
 
     def place(line: int, further: int) -> str:
         """Address ``line`` lines below the lane's first element and ``further`` elements on."""
@@ -137,11 +117,10 @@ def _load_words(e: Emitter, addresses: Addresses, op: Op) -> None:
                 e.line(f"ld.shared.f32 {high}, {place(8 * k + 1, 8 * g)};")
     # "a" has the component order of an accumulator, "b" the operand order of the instruction.
     order = [(0, 0), (1, 0), (0, 1), (1, 1)] if type_.use == "a" else [(0, 0), (0, 1), (1, 0), (1, 1)]
-    e.bind(op.result, tuple(x for which in order for x in loaded[which]))
+    e.bind(op.output, tuple(x for which in order for x in loaded[which]))
 
 
 def _mma(e: Emitter, op: Op) -> None:
-    assert op.result is not None
     for value in op.args:
         registers_of(op, _type(value))
     kind = element(op.args[0].type).name
@@ -160,12 +139,10 @@ def _mma(e: Emitter, op: Op) -> None:
             for k in range(2):
                 total = _multiply(e, "m16n8k8.row.col.f32.f16.f16.f32", a[2 * k : 2 * k + 2], right[k : k + 1], total)
         out += total
-    e.uses_subgroups = True
-    e.bind(op.result, tuple(out))
+    e.bind(op.output, tuple(out))
 
 
 def _mma_tf32(e: Emitter, op: Op, a: tuple[str, ...], b: tuple[str, ...], c: tuple[str, ...]) -> None:
-    assert op.result is not None
     if e.arch.number < 80:
         raise refuse(op, "f16 before sm_80", "f32", "convert to f16, or plan without fragments")
     # PTX takes tf32 operands in .b32 registers.
@@ -178,8 +155,7 @@ def _mma_tf32(e: Emitter, op: Op, a: tuple[str, ...], b: tuple[str, ...], c: tup
             shape = "m16n8k8.row.col.f32.tf32.tf32.f32"
             total = _multiply(e, shape, (x[0], x[2], x[1], x[3]), tuple(y), total)
         out += total
-    e.uses_subgroups = True
-    e.bind(op.result, tuple(out))
+    e.bind(op.output, tuple(out))
 
 
 def _multiply(e: Emitter, shape: str, a: tuple[str, ...], b: tuple[str, ...], c: tuple[str, ...]) -> tuple[str, ...]:
@@ -190,20 +166,18 @@ def _multiply(e: Emitter, shape: str, a: tuple[str, ...], b: tuple[str, ...], c:
 
 
 def _fill(e: Emitter, op: Op) -> None:
-    assert op.result is not None
-    count, value = registers_of(op, _type(op.result)), e.registers(op.args[0])[0]
+    count, value = registers_of(op, _type(op.output)), e.registers(op.args[0])[0]
     if count == 4:
         value = join(e, (value, value), 16, 32, "r")
-    e.bind(op.result, (value,) * count)
+    e.bind(op.output, (value,) * count)
 
 
 def _pack(e: Emitter, op: Op) -> None:
-    assert op.result is not None
     _check_components(op, len(op.args))
     parts = [e.registers(value)[0] for value in op.args]
-    if registers_of(op, _type(op.result)) == 4:
+    if registers_of(op, _type(op.output)) == 4:
         parts = [e.joined(low, high) for low, high in zip(parts[::2], parts[1::2], strict=True)]
-    e.bind(op.result, tuple(parts))
+    e.bind(op.output, tuple(parts))
 
 
 def _check_components(op: Op, count: int) -> None:
@@ -213,17 +187,15 @@ def _check_components(op: Op, count: int) -> None:
 
 
 def _get(e: Emitter, op: Op) -> None:
-    assert op.result is not None
     registers, component = e.registers(op.args[0]), op.attrs["component"]
     _check_components(op, component + 1)
     if registers_of(op, _type(op.args[0])) == 4:
-        e.bind(op.result, (split(e, registers[component // 2], 32, 16)[component % 2],))
+        e.bind(op.output, (split(e, registers[component // 2], 32, 16)[component % 2],))
     else:
-        e.bind(op.result, (registers[component],))
+        e.bind(op.output, (registers[component],))
 
 
 def _set(e: Emitter, op: Op) -> None:
-    assert op.result is not None
     registers, component = list(e.registers(op.args[0])), op.attrs["component"]
     _check_components(op, component + 1)
     new = e.registers(op.args[1])[0]
@@ -233,4 +205,15 @@ def _set(e: Emitter, op: Op) -> None:
         registers[component // 2] = e.joined(*halves)
     else:
         registers[component] = new
-    e.bind(op.result, tuple(registers))
+    e.bind(op.output, tuple(registers))
+
+
+def _length(e: Emitter, op: Op) -> None:
+    registers_of(op, _type(op.args[0]))
+    e.bind_integer(op.output, _COMPONENTS)
+
+
+_IN_REGISTERS = {
+    "fragment_mma": _mma, "fragment_fill": _fill, "fragment_pack": _pack, "fragment_length": _length,
+    "fragment_get": _get, "fragment_set": _set,
+}  # fmt: skip

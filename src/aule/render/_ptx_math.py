@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from aule.ir.constants import COMPARE, computed, wrap
 from aule.ir.kernel import Op
-from aule.ir.types import SCALARS, Scalar, element, f32
+from aule.ir.types import SCALARS, Scalar, element, f32, lanes_of
 from aule.render._ptx_convert import extend_byte, from_f32, integer_type, split, to_f32
-from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, refuse, register_class
+from aule.render._ptx_emitter import Emitter, f32_text, move_type, refuse, register_class
 
 _PAIRED = {"add", "sub", "mul", "fma"}
 """Operations with an instruction for two f16."""
@@ -74,28 +74,27 @@ _INSTRUCTIONS = _instructions()
 
 def lanewise(e: Emitter, op: Op) -> None:
     """Emit a unary, binary, compare or fused operation: one instruction per lane, or per pair of 16-bit lanes."""
-    assert op.result is not None
     elem = element(op.args[0].type)
-    if elem.is_int and lane_count(op.result) == 1 and _fold(e, op, elem):
+    if elem.is_int and lanes_of(op.output.type) == 1 and _fold(e, op, elem):
         return
     if op.opcode == "small":
-        e.bind(op.result, e.registers(op.args[0]))
+        e.bind(op.output, e.registers(op.args[0]))
         return
-    paired = _pair_instruction(e, op.opcode, elem.name) if lane_count(op.result) > 1 else None
+    paired = _pair_instruction(e, op.opcode, elem.name) if lanes_of(op.output.type) > 1 else None
     if paired is not None:
-        e.bind(op.result, _in_pairs(e, paired, [e.registers(x) for x in op.args]))
+        e.bind(op.output, _in_pairs(e, paired, [e.registers(x) for x in op.args]))
         return
     instruction = _INSTRUCTIONS.get((op.opcode, elem.name))
     if instruction is not None and elem.bits != 8:
         cls = "p" if op.opcode in COMPARE else register_class(elem)
         lanes = zip(*[e.operands(x) for x in op.args], strict=True)
         if elem.is_int:  # kernels trace equal indices many times; sharing them also shares their addresses
-            e.bind(op.result, tuple([_shared(e, op.opcode, instruction, cls, *lane) for lane in lanes]))
+            e.bind(op.output, tuple([_shared(e, op.opcode, instruction, cls, *lane) for lane in lanes]))
         else:
-            e.bind(op.result, tuple([e.emit(instruction, cls, *lane) for lane in lanes]))
+            e.bind(op.output, tuple([e.emit(instruction, cls, *lane) for lane in lanes]))
         return
     lanes = zip(*[e.operands(x) for x in op.args], strict=True)
-    e.bind(op.result, tuple([compute(e, op, elem, *lane) for lane in lanes]))
+    e.bind(op.output, tuple([compute(e, op, elem, *lane) for lane in lanes]))
 
 
 def _pair_instruction(e: Emitter, opcode: str, elem: str) -> str | None:
@@ -217,13 +216,12 @@ def _polynomial(e: Emitter, x: str, coefficients: tuple[float, ...]) -> str:
 
 def select(e: Emitter, op: Op) -> None:
     """Emit ``select`` by selp, or by logic for predicates, which selp does not take."""
-    assert op.result is not None
     condition, yes, no = op.args
     known = e.truth.get(condition)
     if known is not None:
-        e.bind_same(op.result, yes if known else no)
+        e.bind_same(op.output, yes if known else no)
         return
-    n, elem = lane_count(op.result), element(op.result.type)
+    n, elem = lanes_of(op.output.type), element(op.output.type)
     conditions = e.operands(condition)
     if len(conditions) < n:
         conditions = conditions * n
@@ -236,7 +234,7 @@ def select(e: Emitter, op: Op) -> None:
             lanes.append(e.emit("or.pred", "p", chosen, other))
         else:
             lanes.append(e.emit(f"selp.{kind}", cls, a, b, c))
-    e.bind(op.result, tuple(lanes))
+    e.bind(op.output, tuple(lanes))
 
 
 # -- constant folding --------------------------------------------------------------------------------------------------
@@ -244,17 +242,16 @@ def select(e: Emitter, op: Op) -> None:
 
 def _fold(e: Emitter, op: Op, elem: Scalar) -> bool:
     """Fold integer constants (unrolled loops have many), and defer the addition of constants; True if done."""
-    assert op.result is not None
     if len(op.args) != 2:
         return False
     a, b = e.integer(op.args[0]), e.integer(op.args[1])
     if a is not None and b is not None:
         if op.opcode in COMPARE:
-            e.bind_truth(op.result, COMPARE[op.opcode](a, b))
+            e.bind_truth(op.output, COMPARE[op.opcode](a, b))
             return True
         folded = computed(op.opcode, a, b, elem)
         if folded is not None:
-            e.bind_integer(op.result, folded)
+            e.bind_integer(op.output, folded)
             return True
     return elem.name in ("i32", "i64") and _defer_constant(e, op, elem)
 
@@ -265,20 +262,19 @@ def _defer_constant(e: Emitter, op: Op, elem: Scalar) -> bool:
     Constants stay non-negative and factors positive: if the index does not wrap, the register alone does not wrap
     either, so the constant may become the immediate offset of a 64-bit address.
     """
-    assert op.result is not None
     (x, c), (y, d) = e.sum(op.args[0]), e.sum(op.args[1])
     bits, cls = elem.bits, register_class(elem)
     if op.opcode == "add" and x is not None and y is not None:
         offset = c + d
         if offset == 0 or offset >= 2**31:
             return False
-        e.bind_sum(op.result, e.once((f"add.s{bits}", x, y), f"add.s{bits}", cls, x, y), offset)
+        e.bind_sum(op.output, e.once((f"add.s{bits}", x, y), f"add.s{bits}", cls, x, y), offset)
         return True
     if op.opcode == "add" or (op.opcode == "sub" and y is None):
         register, offset = (x if x is not None else y), (c + d if op.opcode == "add" else c - d)
         if register is None or not 0 <= offset < 2**31:
             return False
-        e.bind_sum(op.result, register, offset)
+        e.bind_sum(op.output, register, offset)
         return True
     if op.opcode in ("mul", "shl"):
         if x is None and op.opcode == "mul":
@@ -289,6 +285,6 @@ def _defer_constant(e: Emitter, op: Op, elem: Scalar) -> bool:
         if factor <= 0 or c * factor >= 2**31:
             return False
         instruction, by = f"mul.lo.s{bits}", str(wrap(factor, elem))
-        e.bind_sum(op.result, e.once((instruction, x, by), instruction, cls, x, by), c * factor)
+        e.bind_sum(op.output, e.once((instruction, x, by), instruction, cls, x, by), c * factor)
         return True
     return False

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from aule.artifact import Param
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.types import Pointer, Scalar, element
+from aule.ir.types import Pointer, Scalar, element, lanes_of
 from aule.render._ptx_convert import join, split
-from aule.render._ptx_emitter import Emitter, lane_count, refuse, register_class
+from aule.render._ptx_emitter import Emitter, refuse, register_class
 
 STATIC_SHARED_BYTES = 48 * 1024
 """More shared memory than this must be requested at launch."""
@@ -32,7 +32,7 @@ class Memory:
     offset: int = 0
     load: str = "ld"
     """The load instruction without its type."""
-    lasting: bool = False
+    evict_last: bool = False
     """As in `Param`."""
 
 
@@ -50,21 +50,21 @@ class Addresses:
 
     def bind_global(self, value: Value, register: str, param: Param) -> None:
         load = "ld.global.nc" if param.access == "read" else "ld.global"
-        lasting = param.lasting and self._e.arch.number >= 80
-        if lasting:
+        evict_last = param.evict_last and self._e.arch.number >= 80
+        if evict_last:
             load += _HINT
-        self._memory[value] = Memory("global", register, element(value.type), 0, load, lasting)
+        self._memory[value] = Memory("global", register, element(value.type), 0, load, evict_last)
 
     def private(self, op: Op) -> None:
         """Declare a private array, in local memory."""
-        assert op.result is not None and isinstance(op.result.type, Pointer) and op.result.type.length is not None
+        assert isinstance(op.output.type, Pointer) and op.output.type.length is not None
         memory = self._locals.get(op)
         if memory is None:
-            elem = op.result.type.elem
+            elem = op.output.type.elem
             name = f"local_{len(self.local)}_{re.sub(r'[^a-zA-Z0-9_]', '_', op.attrs['name'])}"
-            self.local.append(f"\t.local .align 16 .b8 {name}[{elem.bytes * op.result.type.length}];")
+            self.local.append(f"\t.local .align 16 .b8 {name}[{elem.bytes * op.output.type.length}];")
             memory = self._locals[op] = Memory("local", name, elem, 0, "ld.local")
-        self._memory[op.result] = memory
+        self._memory[op.output] = memory
 
     def memory(self, pointer: Value) -> Memory:
         return self._memory[pointer]
@@ -98,6 +98,11 @@ class Addresses:
             return e.once(("far", base, offset), "add.s64", "rd", base, str(offset)), 0
         return base, offset
 
+    def locate_register(self, memory: Memory, index: Value) -> tuple[str, int]:
+        """As `locate`, with the base always in a register."""
+        base, offset = self.locate(memory, index)
+        return (base if base.startswith("%") else self.symbol_of(memory)), offset
+
     def _scaled(self, instruction: str, cls: str, register: str, size: int, base: str) -> str:
         return self._e.once((instruction, register, size, base), instruction, cls, register, str(size), base)
 
@@ -116,17 +121,16 @@ def alignment(align: int, elem: Scalar) -> int:
 
 def load(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Emit a scalar or vector load, in as few instructions as the alignment allows."""
-    assert op.result is not None
     memory = addresses.memory(op.args[0])
     base, offset = addresses.locate(memory, op.args[1])
-    if op.opcode == "load_once":  # .cs: evict first
+    if op.opcode == "load_streaming":  # .cs: evict first
         memory = replace(memory, load=memory.load.replace("ld.global", "ld.global.cs"))
-    lanes, elem = lane_count(op.result), memory.elem
+    lanes, elem = lanes_of(op.output.type), memory.elem
     step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     out: list[str] = []
     for i in range(0, lanes, step):
         out += _load(e, memory, at(base, offset + i * elem.bytes) + hint(e, memory), step)
-    e.bind(op.result, tuple(out))
+    e.bind(op.output, tuple(out))
 
 
 def _load(e: Emitter, memory: Memory, address: str, n: int) -> Sequence[str]:
@@ -175,27 +179,26 @@ def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str], quali
 
 def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Emit ``atom`` of device scope, relaxed unless ordered; a vector in one instruction from sm_90 on."""
-    assert op.result is not None
     memory = addresses.memory(op.args[0])
     if memory.space == "local":
         raise refuse(op, "a global or shared pointer", "a private one", "use load and store")
     suffix = _atomic_suffix(op, memory.elem)
     base, offset = addresses.locate(memory, op.args[1])
     cls = register_class(memory.elem)
-    if lane_count(op.result) == 1:
+    if lanes_of(op.output.type) == 1:
         value = e.operands(op.args[2])[0]
         order = ".acq_rel.gpu" if op.attrs["ordered"] else ""
-        e.bind(op.result, (e.emit(f"atom{order}.{memory.space}.{suffix}", cls, at(base, offset), value),))
+        e.bind(op.output, (e.emit(f"atom{order}.{memory.space}.{suffix}", cls, at(base, offset), value),))
         return
     values = e.registers(op.args[2])
     if e.arch.number < 90:
         places = [at(base, offset + i * memory.elem.bytes) for i in range(len(values))]
         singly = [e.emit(f"atom.global.{suffix}", cls, *pair) for pair in zip(places, values, strict=True)]
-        e.bind(op.result, tuple(singly))
+        e.bind(op.output, tuple(singly))
         return
     old = [e.new(cls) for _ in values]
     e.line(f"atom.global.add.v{len(values)}.f32 {{{', '.join(old)}}}, {at(base, offset)}, {{{', '.join(values)}}};")
-    e.bind(op.result, tuple(old))
+    e.bind(op.output, tuple(old))
 
 
 def _atomic_suffix(op: Op, elem: Scalar) -> str:
@@ -214,9 +217,8 @@ def _atomic_suffix(op: Op, elem: Scalar) -> str:
 
 def cluster_load(e: Emitter, addresses: Addresses, op: Op) -> None:
     """Emit a load from another workgroup's shared memory."""
-    assert op.result is not None
     memory = replace(addresses.memory(op.args[0]), load="ld.shared::cluster")
-    e.bind(op.result, tuple(_load(e, memory, _cluster_address(e, addresses, op, op.args[2]), lane_count(op.result))))
+    e.bind(op.output, tuple(_load(e, memory, _cluster_address(e, addresses, op, op.args[2]), lanes_of(op.output.type))))
 
 
 def cluster_post(e: Emitter, addresses: Addresses, op: Op) -> None:
@@ -230,9 +232,7 @@ def _cluster_address(e: Emitter, addresses: Addresses, op: Op, number: Value) ->
     if e.arch.number < 90:
         raise refuse(op, "sm_90 or newer", e.arch.name, "leave clusters out")
     memory = addresses.memory(op.args[0])
-    base, offset = addresses.locate(memory, op.args[1])
-    if not base.startswith("%"):
-        base = addresses.symbol_of(memory)
+    base, offset = addresses.locate_register(memory, op.args[1])
     who = e.registers(number)[0]
     return at(e.once(("mapa", base, who), "mapa.shared::cluster.u32", "r", base, who), offset)
 
@@ -250,15 +250,15 @@ def async_copy(e: Emitter, addresses: Addresses, op: Op) -> None:
     to, to_offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
     base, offset = addresses.locate(addresses.memory(op.args[2]), op.args[3])
     source = addresses.memory(op.args[2])
-    kind = f"cp.async.cg.shared.global{_HINT if source.lasting else ''}"
+    kind = f"cp.async.cg.shared.global{_HINT if source.evict_last else ''}"
     e.line(f"{kind} {at(to, to_offset)}, {at(base, offset)}, 16{hint(e, source)};")
 
 
 def hint(e: Emitter, memory: Memory) -> str:
     """The last operand of an access with an L2 cache policy; empty without one."""
-    if not memory.lasting:
+    if not memory.evict_last:
         return ""
-    return ", " + e.once("lasting", "createpolicy.fractional.L2::evict_last.b64", "rd", "1.0")
+    return ", " + e.once("evict_last", "createpolicy.fractional.L2::evict_last.b64", "rd", "1.0")
 
 
 def at(base: str, offset: int) -> str:

@@ -9,6 +9,12 @@ from aule.render._ptx_emitter import Emitter, refuse, register_class
 _ALL = "0xFFFFFFFF"
 _CLAMP = "0x1F"
 """Shuffle over the full warp: segment mask 0, highest lane 31."""
+_PLAIN = {
+    "barrier": "bar.sync 0;",  # orders shared and global memory for the workgroup
+    "subgroup_barrier": f"bar.warp.sync {_ALL};",
+    "device_fence": "fence.acq_rel.gpu;",
+    "async_commit": "cp.async.commit_group;",
+}
 
 
 def cluster_barrier(e: Emitter, op: Op, last: bool) -> None:
@@ -25,47 +31,31 @@ def cluster_barrier(e: Emitter, op: Op, last: bool) -> None:
 
 def render(e: Emitter, op: Op) -> None:
     """Emit any other operation of the categories ``sync`` and ``subgroup``."""
-    if op.opcode == "barrier":
-        e.line("bar.sync 0;")  # orders shared and global memory for the workgroup
-        return
-    if op.opcode in ("launch_next", "launch_await"):
+    if op.opcode in _PLAIN:
+        e.line(_PLAIN[op.opcode])
+    elif op.opcode == "async_wait":
+        e.line(f"cp.async.wait_group {op.attrs['pending']};")
+    elif op.opcode in ("launch_next", "launch_await"):
         if e.arch.number >= 90:
             e.line("griddepcontrol.launch_dependents;" if op.opcode == "launch_next" else "griddepcontrol.wait;")
-        return
-    if op.opcode == "device_fence":
-        e.line("fence.acq_rel.gpu;")
-        return
+    else:
+        e.bind(op.output, (_result(e, op),))
+
+
+def _result(e: Emitter, op: Op) -> str:
+    elem = op.output.type
     if op.opcode == "workgroup_any":
-        assert op.result is not None
-        e.bind(op.result, (e.emit("bar.red.or.pred", "p", "0", e.operands(op.args[0])[0]),))
-        return
-    if op.opcode == "async_commit":
-        e.line("cp.async.commit_group;")
-        return
-    if op.opcode == "async_wait":
-        e.line(f"cp.async.wait_group {op.attrs['pending']};")
-        return
-    e.uses_subgroups = True
-    if op.opcode == "subgroup_barrier":
-        e.line(f"bar.warp.sync {_ALL};")
-        return
-    assert op.result is not None
-    elem = op.result.type
+        return e.emit("bar.red.or.pred", "p", "0", e.operands(op.args[0])[0])
     if op.opcode in ("subgroup_any", "subgroup_all"):
-        vote = f"vote.sync.{op.opcode[-3:]}.pred"
-        e.bind(op.result, (e.emit(vote, "p", e.operands(op.args[0])[0], _ALL),))
-        return
+        return e.emit(f"vote.sync.{op.opcode[-3:]}.pred", "p", e.operands(op.args[0])[0], _ALL)
     if not isinstance(elem, Scalar) or elem.bits != 32:
         raise refuse(op, "a scalar of 32 bits", elem, "bitcast or cast it first")
     x = e.registers(op.args[0])[0]
     if op.opcode == "shuffle":
-        lane = e.operands(op.args[1])[0]
-        result = e.emit("shfl.sync.idx.b32", register_class(elem), x, lane, _CLAMP, _ALL)
-    elif op.opcode == "shuffle_xor":
-        result = _butterfly(e, elem, x, op.attrs["mask"])
-    else:
-        result = _reduce(e, op, elem, x)
-    e.bind(op.result, (result,))
+        return e.emit("shfl.sync.idx.b32", register_class(elem), x, e.operands(op.args[1])[0], _CLAMP, _ALL)
+    if op.opcode == "shuffle_xor":
+        return _butterfly(e, elem, x, op.attrs["mask"])
+    return _reduce(e, op, elem, x)
 
 
 def _butterfly(e: Emitter, elem: Scalar, x: str, mask: int) -> str:

@@ -25,31 +25,30 @@ def render(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
     """Emit an operation of a warpgroup; ``subgroups`` is the number of subgroups per workgroup."""
     if e.arch.number != 90:
         raise refuse(op, "sm_90", e.arch.name, "plan for its own matrix units")
-    e.uses_subgroups = True
     if op.opcode in _PLAIN:
         e.line(_PLAIN[op.opcode])
     elif op.opcode == "warpgroup_wait":
         e.line(f"wgmma.wait_group.sync.aligned {op.attrs['pending']};")
     elif op.opcode != "warpgroup_mma":
-        _split_barrier(e, addresses, op, subgroups)
+        _mbarrier(e, addresses, op, subgroups)
     else:
         _mma(e, addresses, op)
 
 
-def _split_barrier(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
-    """Emit a split barrier as an mbarrier at which every thread arrives.
+def _mbarrier(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
+    """Emit an operation of an mbarrier, at which every thread arrives.
 
     One arrival per subgroup is no faster, and racecheck would not see the order of the other lanes.
     """
     base, offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
     place = at(base, offset)
-    if op.opcode == "warpgroup_await":
+    if op.opcode == "mbarrier_wait":
         number, parity = e.label(), e.operands(op.args[2])[0]
         e.lines.append(f"$await_{number}:")
         reached = e.emit("mbarrier.try_wait.parity.shared::cta.b64", "p", place, parity)
         e.line(f"@!{reached} bra $await_{number};")
         return
-    if op.opcode == "warpgroup_meeting":
+    if op.opcode == "mbarrier_init":
         thread = e.once("%tid", "mov.u32", "r", "%tid.x")
         first = e.once("first thread", "setp.eq.u32", "p", thread, "0")
         e.line(f"@{first} mbarrier.init.shared::cta.b64 {place}, {32 * subgroups};")
@@ -87,9 +86,7 @@ def _descriptor(
     if memory.offset % _GROUP_BYTES:
         raise refuse(op, f"factors in memory that starts at a multiple of {_GROUP_BYTES} bytes", memory.offset,
                      "declare that shared array first")  # fmt: skip
-    base, offset = addresses.locate(memory, index)
-    if not base.startswith("%"):
-        base = addresses.symbol_of(memory)
+    base, offset = addresses.locate_register(memory, index)
     panel_bytes = 2 * panels.stride
     stride = panel_bytes if across else 16  # unused if a product stays within a panel along the sum
     fixed = _SWIZZLE_128 | (_GROUP_BYTES >> 4) << 32 | (stride >> 4) << 16

@@ -19,7 +19,7 @@ from aule.render._spirv_ops import (
     StorageClass,
 )
 from aule.render._spirv_ops import Op as Spv
-from aule.render._spirv_values import Parts, register
+from aule.render._spirv_values import Parts, conversion, register
 from aule.target import Target
 
 _REDUCTIONS = {
@@ -36,12 +36,6 @@ _ATOMICS = {
     "xor": {"int": Spv.AtomicXor, "uint": Spv.AtomicXor},
     "exchange": {"int": Spv.AtomicExchange, "uint": Spv.AtomicExchange},
 }
-SUBGROUP_OPS = {
-    "lane_id", "subgroup_id", "subgroup_barrier", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any",
-    "subgroup_all", "fragment_fill", "fragment_load", "fragment_store", "fragment_mma", "fragment_length",
-    "fragment_get", "fragment_set", "fragment_pack",
-}  # fmt: skip
-"""Operations that need subgroups."""
 
 
 class Group:
@@ -131,10 +125,9 @@ class Group:
         return self._m.constant(u32, semantics)
 
     def _subgroup(self, capability: int, instruction: int, op: Op, *operands: int) -> Parts:
-        assert op.result is not None
         self._m.capability(Capability.GroupNonUniform, capability)
         scope = self._m.constant(u32, Scope.Subgroup)
-        return (self._m.result(instruction, self._m.type(register(op.result)), scope, *operands),)
+        return (self._m.result(instruction, self._m.type(register(op.output)), scope, *operands),)
 
     def _shuffle(self, op: Op) -> Parts:
         value, lane = (self._value(v) for v in op.args)
@@ -159,15 +152,13 @@ class Group:
     # -- fragments -------------------------------------------------------------------------------------------------
 
     def _fragment_fill(self, op: Op) -> Parts:
-        assert op.result is not None
-        type_id, elem = self._m.type(register(op.result)), element(op.result.type)
+        type_id, elem = self._m.type(register(op.output)), element(op.output.type)
         return (self._m.result(Spv.CompositeConstruct, type_id, self._component(op.args[0], elem)),)
 
     def _fragment_store(self, op: Op) -> None:
         self._memory.fragment_store(op, (self._value(op.args[3]),))
 
     def _fragment_mma(self, op: Op) -> Parts:
-        assert op.result is not None
         signed = (
             CooperativeMatrixOperands.MatrixASignedComponentsKHR,
             CooperativeMatrixOperands.MatrixBSignedComponentsKHR,
@@ -176,7 +167,7 @@ class Group:
         )
         flags = sum(bits for value, bits in zip(op.args, signed, strict=True) if element(value.type).kind == "int")
         operands = [self._value(v) for v in op.args] + ([flags] if flags else [])
-        return (self._m.result(Spv.CooperativeMatrixMulAddKHR, self._m.type(register(op.result)), *operands),)
+        return (self._m.result(Spv.CooperativeMatrixMulAddKHR, self._m.type(register(op.output)), *operands),)
 
     def _fragment_length(self, op: Op) -> Parts:
         m = self._m
@@ -184,12 +175,11 @@ class Group:
         return (m.result(Spv.Bitcast, m.type(i32), length),)
 
     def _fragment_get(self, op: Op) -> Parts:
-        assert op.result is not None
         elem = element(op.args[0].type)
         got = self._m.result(Spv.CompositeExtract, self._m.type(elem), self._value(op.args[0]), op.attrs["component"])
-        if op.result.type == elem:
+        if op.output.type == elem:
             return (got,)
-        return (self._m.result(Spv.Bitcast, self._m.type(register(op.result)), got),)
+        return (self._m.result(Spv.Bitcast, self._m.type(register(op.output)), got),)
 
     def _fragment_set(self, op: Op) -> Parts:
         fragment, new = op.args
@@ -198,8 +188,7 @@ class Group:
         return (self._m.result(Spv.CompositeInsert, type_id, part, self._value(fragment), op.attrs["component"]),)
 
     def _fragment_pack(self, op: Op) -> Parts:
-        assert op.result is not None
-        type_id, elem = self._m.type(register(op.result)), element(op.result.type)
+        type_id, elem = self._m.type(register(op.output)), element(op.output.type)
         parts = [self._component(value, elem) for value in op.args]
         fragment = self._m.result(Spv.CompositeConstruct, type_id, parts[0])
         for i, part in enumerate(parts[1:], 1):
@@ -213,7 +202,7 @@ class Group:
         """
         if result.elem == bf16 and source.elem == f32:
             fragment = self._round_components(source, fragment)
-        return self._m.result(_conversion(source.elem, result.elem), self._m.type(result), fragment)
+        return self._m.result(conversion(source.elem, result.elem), self._m.type(result), fragment)
 
     def _round_components(self, type_: Fragment, fragment: int) -> int:
         """Round each f32 component to nearest even with 8 bits, so that truncation to bf16 is exact."""
@@ -257,16 +246,3 @@ class Group:
         """A scalar as an element of a fragment. bf16 exists only in fragments; registers hold u16."""
         number = self._value(value)
         return number if value.type == elem else self._m.result(Spv.Bitcast, self._m.type(elem), number)
-
-
-def _conversion(source: Scalar, result: Scalar) -> int:
-    """The instruction that converts a fragment's elements."""
-    if source.is_float and result.is_float:
-        return Spv.FConvert
-    if source.is_float:
-        return Spv.ConvertFToS if result.is_signed else Spv.ConvertFToU
-    if result.is_float:
-        return Spv.ConvertSToF if source.is_signed else Spv.ConvertUToF
-    if source.bits == result.bits:
-        return Spv.Bitcast
-    return Spv.SConvert if source.is_signed else Spv.UConvert

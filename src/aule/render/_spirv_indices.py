@@ -92,8 +92,8 @@ class Indices:
                 return ()
         elif op.opcode == "cast":
             source = op.args[0]
-            assert op.result is not None and isinstance(op.result.type, Scalar) and isinstance(source.type, Scalar)
-            if source.type.is_int and source.type.bits <= op.result.type.bits and source.type.is_signed:
+            assert isinstance(op.output.type, Scalar) and isinstance(source.type, Scalar)
+            if source.type.is_int and source.type.bits <= op.output.type.bits and source.type.is_signed:
                 return (source,)
         return None
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from aule.artifact import scalar_offsets
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.ops import MATRIX_OPS, SUBGROUP_OPS
 from aule.ir.types import Fragment, Ref, Scalar, Vector, bf16, bool_, element, f16, f64, i32, u32, with_element
-from aule.render._spirv_group import SUBGROUP_OPS, Group
+from aule.render._spirv_group import Group
 from aule.render._spirv_indices import Indices
 from aule.render._spirv_memory import Memory, MemoryRules, block_widths
 from aule.render._spirv_module import Module
@@ -68,8 +69,8 @@ class KernelRenderer:
         self._quotients: dict[tuple[Value, int], int] = {}
         self._inputs: dict[tuple[str, int], int] = {}
         opcodes = {op.opcode for op in kernel.walk()}
-        self.fragments = any(name.startswith("fragment") for name in opcodes)
-        self.subgroups = bool(opcodes & SUBGROUP_OPS)
+        self.fragments = bool(opcodes & MATRIX_OPS)
+        self.subgroups = self.fragments or bool(opcodes & SUBGROUP_OPS)
         self._check(opcodes)
         coherent = "device_fence" in opcodes or any(
             op.attrs.get(x) for op in kernel.walk() for x in ("global_memory", "ordered")
@@ -123,7 +124,7 @@ class KernelRenderer:
 
     def _check(self, opcodes: set[str]) -> None:
         if self.subgroups and not self.target.subgroup_size:
-            used = ", ".join(sorted(opcodes & SUBGROUP_OPS))
+            used = ", ".join(sorted(opcodes & (SUBGROUP_OPS | MATRIX_OPS)))
             raise KernelError(
                 f"[spirv] expected a target with subgroup operations for {used}, got {self.target.name} without; "
                 "plan the kernel through shared memory"
@@ -186,23 +187,20 @@ class KernelRenderer:
 
     def _declare_inputs(self) -> None:
         """Declare the built-in variables, and load each once at the start of the kernel."""
-        m = self.m
+        m, variables = self.m, dict[str, int]()
         for op in self.kernel.walk():
-            if op.opcode not in _BUILTINS:
-                continue
             axis = op.attrs.get("axis", 0)
-            if (op.opcode, axis) in self._inputs:
+            if op.opcode not in _BUILTINS or (op.opcode, axis) in self._inputs:
                 continue
             three = "axis" in op.attrs
             type_id = m.type(Vector(u32, 3) if three else u32)
-            variable = self._inputs.get((op.opcode, -1)) or m.global_variable(StorageClass.Input, type_id)
-            if (op.opcode, -1) not in self._inputs:
-                self._inputs[op.opcode, -1] = variable
+            if op.opcode not in variables:
+                variable = variables[op.opcode] = m.global_variable(StorageClass.Input, type_id)
                 m.decorate(variable, Decoration.BuiltIn, _BUILTINS[op.opcode])
                 m.name(variable, op.opcode)
                 if op.opcode in ("lane_id", "subgroup_id"):
                     m.capability(Capability.GroupNonUniform)
-            loaded = m.result(Spv.Load, type_id, variable)
+            loaded = m.result(Spv.Load, type_id, variables[op.opcode])
             if three:
                 loaded = m.result(Spv.CompositeExtract, m.type(u32), loaded, axis)
             self._inputs[op.opcode, axis] = m.result(Spv.Bitcast, m.type(i32), loaded)
@@ -279,13 +277,12 @@ class KernelRenderer:
 
     def _emit(self, op: Op) -> Parts | None:
         if op.opcode in ARITHMETIC:
-            assert op.result is not None
             operands = [self._parts(v) for v in op.args]
-            if op.opcode in ("mul", "mulhi") and element(op.result.type) == u32 and self.target.int64:
+            if op.opcode in ("mul", "mulhi") and element(op.output.type) == u32 and self.target.int64:
                 found = self._product(op, operands)
                 if found is not None:
                     return found
-            return self.r.arithmetic(op.opcode, register(op.args[0]), register(op.result), operands)
+            return self.r.arithmetic(op.opcode, register(op.args[0]), register(op.output), operands)
         if op.opcode in _BUILTINS:
             return (self._inputs[op.opcode, op.attrs.get("axis", 0)],)
         emitter = self._emitters.get(op.opcode)
@@ -298,47 +295,42 @@ class KernelRenderer:
 
         NVIDIA's compiler emits one multiplication for a 64-bit product, but two for OpUMulExtended and OpIMul.
         """
-        assert op.result is not None
         left, right = op.args
         same = right.op.args[0] if right.op is not None and right.op.opcode == "splat" else right
         key = (left, same if same.constant is None else same.constant)
         if op.opcode == "mul":
             return self._low_words.get(key)
         self.m.capability(Capability.Int64)
-        self._low_words[key], high = self.r.products(register(op.result), operands)
+        self._low_words[key], high = self.r.products(register(op.output), operands)
         return high
 
     def _const(self, op: Op) -> Parts:
-        assert op.result is not None
-        return (self.m.constant(element(op.result.type), op.attrs["value"]),)
+        return (self.m.constant(element(op.output.type), op.attrs["value"]),)
 
     def _select(self, op: Op) -> Parts:
-        assert op.result is not None
-        return self.r.select(register(op.result), register(op.args[0]), [self._parts(v) for v in op.args])
+        return self.r.select(register(op.output), register(op.args[0]), [self._parts(v) for v in op.args])
 
     def _cast(self, op: Op) -> Parts:
-        assert op.result is not None
         source, rounding = self._parts(op.args[0]), self._roundings.get(op, "default")
-        if isinstance(op.result.type, Fragment):
+        if isinstance(op.output.type, Fragment):
             fragment = op.args[0].type
             assert isinstance(fragment, Fragment)
-            return (self.group.fragment_cast(fragment, op.result.type, source[0]),)
-        before, after = register(op.args[0]), register(op.result)
+            return (self.group.fragment_cast(fragment, op.output.type, source[0]),)
+        before, after = register(op.args[0]), register(op.output)
         before = with_element(before, register_element(element(before), self._computable))
         after = with_element(after, register_element(element(after), self._computable))
         producer = op.args[0].op
         return self.r.cast(before, after, source, rounding, producer is not None and producer.opcode == "small")
 
     def _bitcast(self, op: Op) -> Parts:
-        assert op.result is not None
-        return self.r.bitcast(register(op.args[0]), register(op.result), self._parts(op.args[0]))
+        return self.r.bitcast(register(op.args[0]), register(op.output), self._parts(op.args[0]))
 
     def _make_vector(self, op: Op) -> Parts:
         return self.r.join(element(op.args[0].type), [(self._scalar(v), 1) for v in op.args])
 
     def _splat(self, op: Op) -> Parts:
-        assert op.result is not None and isinstance(op.result.type, Vector)
-        return self.r.splat(op.result.type, self._scalar(op.args[0]))
+        assert isinstance(op.output.type, Vector)
+        return self.r.splat(op.output.type, self._scalar(op.args[0]))
 
     def _extract(self, op: Op) -> Parts:
         return (self.r.cut(register(op.args[0]), self._parts(op.args[0]), op.attrs["lane"], 1),)
@@ -346,23 +338,21 @@ class KernelRenderer:
     # -- memory and variables --------------------------------------------------------------------------------------
 
     def _private(self, op: Op) -> None:
-        assert op.result is not None
-        self.memory.declare_array(op.result, op.attrs["name"])
+        self.memory.declare_array(op.output, op.attrs["name"])
 
     def _store(self, op: Op) -> None:
         self.memory.store(op, self._parts(op.args[2]))
 
     def _var(self, op: Op) -> None:
-        assert op.result is not None and isinstance(op.result.type, Ref)
-        types = part_types(op.result.type.target)
+        assert isinstance(op.output.type, Ref)
+        types = part_types(op.output.type.target)
         variables = tuple(self.m.local_variable(StorageClass.Function, self.m.type(t)) for t in types)
-        self._define(op.result, variables)
+        self._define(op.output, variables)
         for variable, part in zip(variables, self._parts(op.args[0]), strict=True):
             self.m.emit(Spv.Store, variable, part)
 
     def _get(self, op: Op) -> Parts:
-        assert op.result is not None
-        types = part_types(register(op.result))
+        types = part_types(register(op.output))
         variables = self._parts(op.args[0])
         return tuple(self.m.result(Spv.Load, self.m.type(t), v) for t, v in zip(types, variables, strict=True))
 

@@ -270,12 +270,11 @@ class Memory:
     # -- access ----------------------------------------------------------------------------------------------------
 
     def load(self, op: Op) -> Parts:
-        """Emit a ``load``."""
-        assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
-        access, elem = self._access(op), element(op.result.type)
+        assert isinstance(op.output.type, Scalar | Vector)
+        access, elem = self._access(op), element(op.output.type)
         wide = register_element(elem, self._rules.computable)
         pieces: list[tuple[int, int]] = []
-        for address, type_, lanes in self._addresses(op, access, lanes_of(op.result.type)):
+        for address, type_, lanes in self._addresses(op, access, lanes_of(op.output.type)):
             loaded = self._m.result(Spv.Load, self._m.type(type_), address, *access.flags)
             if access.width > 4:
                 parts = self._r.bitcast(access.unit, Vector(elem, access.width), (loaded,))
@@ -286,7 +285,6 @@ class Memory:
         return self._r.join(wide, pieces)
 
     def store(self, op: Op, parts: Parts) -> None:
-        """Emit a ``store``."""
         type_ = op.args[2].type
         assert isinstance(type_, Scalar | Vector)
         access, start = self._access(op), 0
@@ -311,14 +309,12 @@ class Memory:
         return self._chain(access, access.unit, index), access.width
 
     def fragment_load(self, op: Op) -> Parts:
-        """Emit a ``fragment_load``."""
-        assert op.result is not None and isinstance(op.result.type, Fragment)
+        assert isinstance(op.output.type, Fragment)
         address, layout, stride, flags = self._matrix(op)
-        type_id = self._m.type(op.result.type)
+        type_id = self._m.type(op.output.type)
         return (self._m.result(Spv.CooperativeMatrixLoadKHR, type_id, address, layout, stride, *flags),)
 
     def fragment_store(self, op: Op, parts: Parts) -> None:
-        """Emit a ``fragment_store``."""
         address, layout, stride, flags = self._matrix(op)
         self._m.emit(Spv.CooperativeMatrixStoreKHR, address, parts[0], layout, stride, *flags)
 

@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 
+from aule.ir.constants import float_bits
 from aule.ir.types import Fragment, Scalar, Vector, u32
 from aule.render._spirv_ops import (
     MAGIC,
@@ -39,25 +40,17 @@ def literal(text: str) -> list[int]:
 
 def constant_words(type_: Scalar, value: float | int | bool) -> tuple[int, ...]:
     """The words of a number: low word first, narrow integers sign-extended, narrow floats zero-extended."""
-    if type_.is_float:
-        if type_.bits == 32:
-            return struct.unpack("<I", _pack("<f", value))
-        if type_.bits == 64:
-            return struct.unpack("<2I", struct.pack("<d", value))
-        return struct.unpack("<H", _pack("<e", value))
-    number = int(value) & ((1 << type_.bits) - 1)
+    number = float_bits(value, type_) if type_.is_float else int(value) & ((1 << type_.bits) - 1)
     if type_.bits == 64:
         return (number & 0xFFFFFFFF, number >> 32)
-    if type_.is_signed and number >> (type_.bits - 1):
+    if type_.kind == "int" and number >> (type_.bits - 1):
         number |= (0xFFFFFFFF << type_.bits) & 0xFFFFFFFF
     return (number,)
 
 
-def _pack(code: str, value: float) -> bytes:
-    try:
-        return struct.pack(code, value)
-    except OverflowError:
-        return struct.pack(code, float("inf") if value > 0 else float("-inf"))
+def _instruction(opcode: int, *operands: int) -> list[int]:
+    """The words of an instruction: its length and opcode, then its operands."""
+    return [(len(operands) + 1) << 16 | opcode, *operands]
 
 
 class Module:
@@ -91,7 +84,6 @@ class Module:
     # -- instructions ----------------------------------------------------------------------------------------------
 
     def id(self) -> int:
-        """A new id."""
         number = self._bound
         self._bound += 1
         return number
@@ -131,22 +123,20 @@ class Module:
 
     def mode(self, number: int, *operands: int) -> None:
         """Declare an execution mode of the entry point."""
-        self._modes += [(len(operands) + 3) << 16 | Op.ExecutionMode, self.main, number, *operands]
+        self._modes += _instruction(Op.ExecutionMode, self.main, number, *operands)
 
     def name(self, target: int, text: str) -> None:
         """Set the name that a disassembler shows for an id."""
-        words = literal(text)
-        self._names += [(len(words) + 2) << 16 | Op.Name, target, *words]
+        self._names += _instruction(Op.Name, target, *literal(text))
 
     def member_name(self, target: int, member: int, text: str) -> None:
-        words = literal(text)
-        self._names += [(len(words) + 3) << 16 | Op.MemberName, target, member, *words]
+        self._names += _instruction(Op.MemberName, target, member, *literal(text))
 
     def decorate(self, target: int, decoration: int, *operands: int) -> None:
-        self._decorations += [(len(operands) + 3) << 16 | Op.Decorate, target, decoration, *operands]
+        self._decorations += _instruction(Op.Decorate, target, decoration, *operands)
 
     def decorate_member(self, target: int, member: int, decoration: int, *operands: int) -> None:
-        self._decorations += [(len(operands) + 4) << 16 | Op.MemberDecorate, target, member, decoration, *operands]
+        self._decorations += _instruction(Op.MemberDecorate, target, member, decoration, *operands)
 
     def _declare(self, opcode: int, *operands: int) -> int:
         """Declare a type once."""
@@ -157,7 +147,7 @@ class Module:
 
     def _fresh(self, opcode: int, *operands: int) -> int:
         number = self.id()
-        self._globals += [(len(operands) + 2) << 16 | opcode, number, *operands]
+        self._globals += _instruction(opcode, number, *operands)
         return number
 
     # -- types -----------------------------------------------------------------------------------------------------
@@ -233,9 +223,9 @@ class Module:
             type_id = self.type(type_)
             found = self.id()
             if type_.kind == "bool":
-                self._globals += [3 << 16 | (Op.ConstantTrue if value else Op.ConstantFalse), type_id, found]
+                self._globals += _instruction(Op.ConstantTrue if value else Op.ConstantFalse, type_id, found)
             else:
-                self._globals += [(len(words) + 3) << 16 | Op.Constant, type_id, found, *words]
+                self._globals += _instruction(Op.Constant, type_id, found, *words)
             self._constants[key] = found
         return found
 
@@ -245,15 +235,14 @@ class Module:
         if key not in self._known:
             type_id = self.type(type_)
             number = self._known[key] = self.id()
-            words = [constant] * type_.lanes
-            self._globals += [(len(words) + 3) << 16 | Op.ConstantComposite, type_id, number, *words]
+            self._globals += _instruction(Op.ConstantComposite, type_id, number, *[constant] * type_.lanes)
         return self._known[key]
 
     def global_variable(self, storage: int, target: int) -> int:
         """A variable outside the function, part of the entry point's interface."""
         pointer = self.pointer(storage, target)
         number = self.id()
-        self._globals += [4 << 16 | Op.Variable, pointer, number, storage]
+        self._globals += _instruction(Op.Variable, pointer, number, storage)
         self._interface.append(number)
         return number
 
@@ -261,7 +250,7 @@ class Module:
         """A variable of the function."""
         pointer = self.pointer(storage, target)
         number = self.id()
-        self.variables += [4 << 16 | Op.Variable, pointer, number, storage]
+        self.variables += _instruction(Op.Variable, pointer, number, storage)
         return number
 
     # -- assembly --------------------------------------------------------------------------------------------------
@@ -272,20 +261,16 @@ class Module:
         function_type = self._declare(Op.TypeFunction, void)
         words = [MAGIC, _VERSION_1_5, 0, 0, 0]
         for number in sorted(self.capabilities):
-            words += [2 << 16 | Op.Capability, number]
+            words += _instruction(Op.Capability, number)
         for name in sorted(self._extensions):
-            text = literal(name)
-            words += [(len(text) + 1) << 16 | Op.Extension, *text]
-        text = literal("GLSL.std.450")
-        words += [(len(text) + 2) << 16 | Op.ExtInstImport, self.glsl, *text]
-        words += [3 << 16 | Op.MemoryModel, AddressingModel.Logical, memory_model]
-        text = literal(entry)
-        length = 3 + len(text) + len(self._interface)
-        words += [length << 16 | Op.EntryPoint, ExecutionModel.GLCompute, self.main, *text, *self._interface]
+            words += _instruction(Op.Extension, *literal(name))
+        words += _instruction(Op.ExtInstImport, self.glsl, *literal("GLSL.std.450"))
+        words += _instruction(Op.MemoryModel, AddressingModel.Logical, memory_model)
+        words += _instruction(Op.EntryPoint, ExecutionModel.GLCompute, self.main, *literal(entry), *self._interface)
         words += self._modes + self._names + self._decorations + self._globals
-        words += [5 << 16 | Op.Function, void, self.main, FunctionControl.None_, function_type]
-        words += [2 << 16 | Op.Label, self.id(), *self.variables, *self.code]
-        words += [1 << 16 | Op.Return, 1 << 16 | Op.FunctionEnd]
+        words += _instruction(Op.Function, void, self.main, FunctionControl.None_, function_type)
+        words += _instruction(Op.Label, self.id()) + self.variables + self.code
+        words += _instruction(Op.Return) + _instruction(Op.FunctionEnd)
         words[3] = self._bound
         data = array("I", words)
         if sys.byteorder == "big":

@@ -100,6 +100,19 @@ def part_types(type_: ValueType) -> list[ValueType]:
     return [type_]
 
 
+def conversion(source: Scalar, target: Scalar) -> int:
+    """The instruction that converts one element type to another."""
+    if source.is_float and target.is_float:
+        return Op.FConvert
+    if source.is_float:
+        return Op.ConvertFToS if target.is_signed else Op.ConvertFToU
+    if target.is_float:
+        return Op.ConvertSToF if source.is_signed else Op.ConvertUToF
+    if source.bits == target.bits:
+        return Op.Bitcast
+    return Op.SConvert if source.is_signed else Op.UConvert
+
+
 class Registers:
     """Emits computations on values in parts; for ``arithmetic`` see `KernelIR`."""
 
@@ -259,20 +272,13 @@ class Registers:
         return self._cast_part(source, vector_type(word, lanes), part, word), word
 
     def _cast_part(self, source: Scalar, type_: ValueType, part: int, target: Scalar) -> int:
-        """Emit a conversion instruction, or two if the signedness differs."""
+        """Emit a conversion instruction, or two to widen an unsigned to a signed integer."""
         type_id = self.m.type(type_)
-        if source.is_float:
-            if target.is_float:
-                return part if source == target else self.m.result(Op.FConvert, type_id, part)
-            return self.m.result(Op.ConvertFToS if target.is_signed else Op.ConvertFToU, type_id, part)
-        if target.is_float:
-            return self.m.result(Op.ConvertSToF if source.is_signed else Op.ConvertUToF, type_id, part)
-        if source.bits == target.bits:
-            return part if source == target else self.m.result(Op.Bitcast, type_id, part)
-        if source.is_signed:
-            return self.m.result(Op.SConvert, type_id, part)
-        if not target.is_signed:
-            return self.m.result(Op.UConvert, type_id, part)
+        if source == target:
+            return part
+        instruction = conversion(source, target)
+        if instruction != Op.UConvert or not target.is_signed:
+            return self.m.result(instruction, type_id, part)
         # OpUConvert only gives unsigned integers.
         unsigned = Scalar(f"u{target.bits}", "uint", target.bits)
         over = Vector(unsigned, type_.lanes) if isinstance(type_, Vector) else unsigned

@@ -15,7 +15,7 @@ import numpy as np
 from aule.artifact import Artifact, Param
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
-from aule.ir.ops import OPS
+from aule.ir.ops import OPS, SUBGROUP_OPS
 from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, ValueType, Vector, bool_, element, f16
 from aule.render._clike_names import Names
 from aule.target import Target
@@ -30,10 +30,8 @@ _SHIFTS = ("shl", "shr")
 _LOGICAL = {"and": "&&", "or": "||", "xor": "!="}
 _WIDENING = frozenset({"add", "sub", "mul", "div", "shl"})
 """Operations that C computes in a wider type if the operands are narrow."""
-SUBGROUP_OPS = frozenset(
-    {"lane_id", "subgroup_id", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any", "subgroup_all",
-     "subgroup_barrier"}
-)  # fmt: skip
+_MOVABLE = frozenset({"leaf", "unary", "binary", "compare", "ternary", "cast", "vector", "variable"})
+"""Categories of operations that may be evaluated later."""
 
 
 class Expr(NamedTuple):
@@ -116,7 +114,6 @@ class Printer(ABC):
     # -- names and operands ----------------------------------------------------------------------------------------
 
     def name(self, hint: str = "") -> str:
-        """A new identifier."""
         return self._names.new(hint)
 
     def let(self, value: Value, text: str, atom: bool = True) -> None:
@@ -149,12 +146,10 @@ class Printer(ABC):
     # -- statements ------------------------------------------------------------------------------------------------
 
     def block(self, ops: list[Op]) -> None:
-        """Print the statements of a block."""
         for op in ops:
             self.statement(op)
 
     def statement(self, op: Op) -> None:
-        """Print one operation."""
         match op.opcode:
             case "comment":
                 for line in str(op.attrs["text"]).splitlines():
@@ -165,14 +160,14 @@ class Printer(ABC):
                 self._if(op)
             case "set":
                 name, value = self.operand(op.args[0]), self.bare(op.args[1])
-                self._settle({op.args[0]})
+                self._flush_pending({op.args[0]})
                 self.emit(f"{name} = {value};")
             case "var":
                 self._var(op)
             case "private":
-                assert op.result is not None and isinstance(op.result.type, Pointer)
-                self.let(op.result, self.name(op.attrs["name"] or "scratch"))
-                self.arrays.append(self.private(op.result))
+                assert isinstance(op.output.type, Pointer)
+                self.let(op.output, self.name(op.attrs["name"] or "scratch"))
+                self.arrays.append(self.private(op.output))
             case "store":
                 self.emit(*self.store(op.args[0], op.args[1], op.args[2], op.attrs["align"]))
             case "barrier":
@@ -210,7 +205,7 @@ class Printer(ABC):
             len(users) == 1
             and self._home[id(users[0])] == self._home[id(op)]
             and users[0].opcode != "intrinsic"
-            and self.movable(op)
+            and OPS[op.opcode].category in _MOVABLE
             and len(expr.text) <= _INLINE_CHARS
         ):
             self._text[value] = expr
@@ -224,7 +219,7 @@ class Printer(ABC):
         self.emit(self.declare(value.type, name, expr.text))
         self._text[value] = Expr(name)
 
-    def _settle(self, refs: set[Value]) -> None:
+    def _flush_pending(self, refs: set[Value]) -> None:
         """Print pending inline values that read variables which are about to change."""
         for value, depends in list(self._pending.items()):
             if depends & refs:
@@ -233,20 +228,20 @@ class Printer(ABC):
                 self._define(value, expr)
 
     def _var(self, op: Op) -> None:
-        assert op.result is not None and isinstance(op.result.type, Ref)
+        assert isinstance(op.output.type, Ref)
         init = self.bare(op.args[0])
-        name = self.name(op.result.hint or "cell")
-        self.let(op.result, name)
-        self.emit(self.declare(op.result.type.target, name, init, mutable=True))
+        name = self.name(op.output.hint or "cell")
+        self.let(op.output, name)
+        self.emit(self.declare(op.output.type.target, name, init, mutable=True))
 
     def _loop(self, op: Op) -> None:
         for bound in op.args[1:]:
             # The condition is evaluated in every iteration, so its bounds must not read variables.
             if self._pending.get(bound):
-                self._settle(set(self._pending[bound]))
+                self._flush_pending(set(self._pending[bound]))
         changed = {inner.args[0] for inner in walk(op.blocks[0]) if inner.opcode == "set"}
         start, stop, step = self.bare(op.args[0]), self.operand(op.args[1]), self.bare(op.args[2])
-        self._settle(changed)
+        self._flush_pending(changed)
         index: Value = op.attrs["index"]
         assert isinstance(index.type, Scalar)
         name = self.name(index.hint or "i")
@@ -258,7 +253,7 @@ class Printer(ABC):
 
     def _if(self, op: Op) -> None:
         condition = self.bare(op.args[0])
-        self._settle({inner.args[0] for block in op.blocks for inner in walk(block) if inner.opcode == "set"})
+        self._flush_pending({inner.args[0] for block in op.blocks for inner in walk(block) if inner.opcode == "set"})
         self.emit(f"if ({condition}) {{")
         self._nested(op.blocks[0])
         if op.blocks[1]:
@@ -350,7 +345,6 @@ class Printer(ABC):
     def infix(self, op: Op) -> Expr:
         """A binary operator, including comparisons."""
         left, right = op.args
-        assert op.result is not None
         symbol = _INFIX[op.opcode]
         if left.type == bool_:
             symbol = _LOGICAL.get(op.opcode, symbol)
@@ -360,11 +354,10 @@ class Printer(ABC):
         text = f"{first} {symbol} {self.shift_count(right) if op.opcode in _SHIFTS else self.operand(right)}"
         if op.opcode not in _WIDENING:
             return Expr(text, atom=False)
-        assert isinstance(op.result.type, Scalar | Vector)
-        return self.narrowed(op.result.type, text)
+        assert isinstance(op.output.type, Scalar | Vector)
+        return self.narrowed(op.output.type, text)
 
     def call(self, function: str, args: Sequence[Value]) -> Expr:
-        """A function call."""
         return Expr(f"{function}({', '.join(self.bare(a) for a in args)})")
 
     def narrowed(self, type_: ValueType, text: str, atom: bool = False) -> Expr:
@@ -412,21 +405,6 @@ class Printer(ABC):
     def extract(self, vector: Value, lane: int) -> Expr:
         """One lane of a vector."""
         return Expr(f"{self.operand(vector)}{swizzle(vector.type, lane)}")
-
-    def movable(self, op: Op) -> bool:
-        """True if an operation may be evaluated later."""
-        if op.opcode in SUBGROUP_OPS:
-            return op.opcode in ("lane_id", "subgroup_id")
-        return OPS[op.opcode].category in (
-            "leaf",
-            "unary",
-            "binary",
-            "compare",
-            "ternary",
-            "cast",
-            "vector",
-            "variable",
-        )
 
     # -- language-specific -----------------------------------------------------------------------------------------
 
@@ -504,7 +482,6 @@ class Printer(ABC):
         return f"{self.operand(index)} + {add}" if add else self.bare(index)
 
     def users(self, value: Value) -> list[Op]:
-        """Operations that use a value."""
         return self._users.get(value, [])
 
     def _survey(self, block: list[Op]) -> None:

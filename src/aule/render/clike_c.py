@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from aule.ir.constants import wrap
 from aule.ir.kernel import Value
 from aule.ir.types import Pointer, Scalar, ValueType, Vector, f64
 from aule.render.clike import Expr, Printer, decimal
@@ -19,7 +20,6 @@ class CPrinter(Printer):
     }  # fmt: skip
 
     def declare(self, type_: ValueType, name: str, init: str | None, mutable: bool = False) -> str:
-        """A declaration, with its semicolon."""
         const = "" if mutable else "const "
         return f"{const}{self.type_name(type_)} {name}{'' if init is None else f' = {init}'};"
 
@@ -40,7 +40,6 @@ class CPrinter(Printer):
         return f"f{code}" if elem.is_float else code
 
     def literal(self, value: float | int | bool, type_: Scalar) -> Expr:
-        """A literal."""
         if type_.kind == "bool":
             return Expr("true" if value else "false")
         if type_.is_int:
@@ -57,9 +56,7 @@ class CPrinter(Printer):
         return Expr(text, not text.startswith("-"))
 
     def _integer(self, value: int, type_: Scalar) -> Expr:
-        value &= (1 << type_.bits) - 1
-        if type_.is_signed and value >> (type_.bits - 1):
-            value -= 1 << type_.bits
+        value = wrap(value, type_)
         if type_.bits < 32:
             return Expr(f"({self.type_name(type_)}){value}" if value >= 0 else f"({self.type_name(type_)})({value})")
         suffix = ("" if type_.is_signed else "u") + ("L" if type_.bits == 64 else "")
@@ -69,7 +66,6 @@ class CPrinter(Printer):
         return Expr(f"{value}{suffix}", value >= 0)
 
     def private(self, array: Value) -> str:
-        """The declaration of a private array."""
         assert isinstance(array.type, Pointer)
         return f"{self.type_name(array.type.elem)} {self.bare(array)}[{array.type.length}];"
 

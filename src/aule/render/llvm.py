@@ -45,24 +45,10 @@ _ATTRIBUTES = [
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Write a kernel as LLVM IR.
+    """Write a verified kernel as LLVM IR for ``target.arch`` ("x86_64" or "aarch64").
 
-    Parameters
-    ----------
-    kernel : KernelIR
-        A verified kernel.
-    target : Target
-        The CPU: its ``arch`` is "x86_64" or "aarch64", its ``extensions`` are LLVM feature names.
-
-    Returns
-    -------
-    Artifact
-        IR text. Its ``extensions`` are the features that it requires.
-
-    Raises
-    ------
-    KernelError
-        If threads of a workgroup cooperate, or the kernel has matrix fragments or intrinsics of another language.
+    ``extensions`` of target and artifact are LLVM feature names: those of the CPU, and those that the code requires.
+    A KernelError rejects kernels with cooperating threads, matrix fragments or intrinsics of another language.
     """
     if target.arch not in _ARCHITECTURES:
         raise KernelError(f"[llvm] expected a target for {' or '.join(_ARCHITECTURES)}, got arch {target.arch!r}")
@@ -185,7 +171,7 @@ class _Body:
         self.emitter = e = Emitter()
         self.arch = processor.arch
         self._nontemporal: int | None = None
-        self._align = _alignments(kernel)
+        self._align = kernel.alignments()
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
             "thread_id": lambda op: self._bind(op, "%thread"),
@@ -208,10 +194,10 @@ class _Body:
             "permute": self._permute,
             "private": self._private,
             "load": self._load,
-            "load_once": self._load,
+            "load_streaming": self._load,
             "prefetch": self._prefetch,
             "store": self._store,
-            "stream": self._stream,
+            "store_streaming": self._store_streaming,
             "atomic": self._atomic,
             "var": self._var,
             "get": self._get,
@@ -256,8 +242,7 @@ class _Body:
             handler(op)
 
     def _bind(self, op: Op, text: str) -> None:
-        assert op.result is not None
-        self.emitter.bind(op.result, text)
+        self.emitter.bind(op.output, text)
 
     def _e4m3_halves(self, op: Op) -> None:
         raise refuse(op, "no conversion of e4m3", op.opcode, "shift the bits into place")
@@ -265,13 +250,11 @@ class _Body:
     # -- leaves and vectors ----------------------------------------------------------------------------------------
 
     def _const(self, op: Op) -> None:
-        assert op.result is not None
-        self._bind(op, literal(op.attrs["value"], element(op.result.type)))
+        self._bind(op, literal(op.attrs["value"], element(op.output.type)))
 
     def _make_vector(self, op: Op) -> None:
         e = self.emitter
-        assert op.result is not None
-        type_ = llvm_type(op.result.type)
+        type_ = llvm_type(op.output.type)
         if all(x.constant is not None for x in op.args):
             self._bind(op, f"<{', '.join(e.typed(x) for x in op.args)}>")
             return
@@ -282,11 +265,10 @@ class _Body:
 
     def _splat(self, op: Op) -> None:
         e, (value,) = self.emitter, op.args
-        assert op.result is not None
         if value.constant is not None:
             self._bind(op, f"splat ({e.typed(value)})")
             return
-        type_, lanes = llvm_type(op.result.type), lanes_of(op.result.type)
+        type_, lanes = llvm_type(op.output.type), lanes_of(op.output.type)
         one = e.emit(f"insertelement {type_} poison, {e.typed(value)}, i32 0")
         self._bind(op, e.emit(f"shufflevector {type_} {one}, {type_} poison, <{lanes} x i32> zeroinitializer"))
 
@@ -308,13 +290,12 @@ class _Body:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _private(self, op: Op) -> None:
-        assert op.result is not None
-        self._array(op.result, op.attrs["name"])
+        self._array(op.output, op.attrs["name"])
 
     def _array(self, array: Value, hint: str) -> None:
         assert isinstance(array.type, Pointer) and array.type.length is not None
         elem, length = array.type.elem, array.type.length
-        align = max(self._align.get(array, elem.bytes), _CACHE_LINE if length >= 16 else elem.bytes)
+        align = max(self._align.get(array, 1) * elem.bytes, _CACHE_LINE if length >= 16 else 1)
         self.emitter.bind(array, self.emitter.alloca(f"[{length} x {llvm_type(elem)}]", align, hint))
 
     def _address(self, op: Op, inside: bool = True) -> str:
@@ -327,9 +308,8 @@ class _Body:
         return e.emit(f"{kind} {llvm_type(element(pointer.type))}, {e.typed(pointer)}, i64 {place}")
 
     def _load(self, op: Op) -> None:
-        assert op.result is not None
         address = self._address(op)
-        self._bind(op, self.emitter.emit(f"load {llvm_type(op.result.type)}, ptr {address}, align {_bytes(op)}"))
+        self._bind(op, self.emitter.emit(f"load {llvm_type(op.output.type)}, ptr {address}, align {_bytes(op)}"))
 
     def _prefetch(self, op: Op) -> None:
         # Read prefetch into L2 (locality 2). L1 has few slots for pending lines, and filling it from memory is no
@@ -341,7 +321,7 @@ class _Body:
         address = self._address(op)
         self.emitter.line(f"store {self.emitter.typed(op.args[2])}, ptr {address}, align {_bytes(op)}")
 
-    def _stream(self, op: Op) -> None:
+    def _store_streaming(self, op: Op) -> None:
         """Emit a nontemporal store if the address is aligned to the full vector at run time, else a plain store."""
         e, (value, address) = self.emitter, (op.args[2], self._address(op))
         size = value.type.bytes  # type: ignore[union-attr]
@@ -382,16 +362,15 @@ class _Body:
     # -- variables: stack memory that LLVM promotes to registers ---------------------------------------------------
 
     def _var(self, op: Op) -> None:
-        assert op.result is not None and isinstance(op.result.type, Ref)
-        target = op.result.type.target
+        assert isinstance(op.output.type, Ref)
+        target = op.output.type.target
         assert not isinstance(target, Fragment)
-        place = self.emitter.alloca(llvm_type(target), target.bytes, op.result.hint or "var")
+        place = self.emitter.alloca(llvm_type(target), target.bytes, op.output.hint or "var")
         self._bind(op, place)
         self.emitter.line(f"store {self.emitter.typed(op.args[0])}, ptr {place}")
 
     def _get(self, op: Op) -> None:
-        assert op.result is not None
-        self._bind(op, self.emitter.emit(f"load {llvm_type(op.result.type)}, ptr {self.emitter.operand(op.args[0])}"))
+        self._bind(op, self.emitter.emit(f"load {llvm_type(op.output.type)}, ptr {self.emitter.operand(op.args[0])}"))
 
     def _set(self, op: Op) -> None:
         self.emitter.line(f"store {self.emitter.typed(op.args[1])}, ptr {self.emitter.operand(op.args[0])}")
@@ -475,15 +454,6 @@ class _Body:
 def _bytes(op: Op) -> int:
     """The alignment of a load or store in bytes."""
     return int(op.attrs["align"]) * element(op.args[0].type).bytes
-
-
-def _alignments(kernel: KernelIR) -> dict[Value, int]:
-    """The alignment in bytes that the accesses of each array require."""
-    aligned: dict[Value, int] = {}
-    for op in kernel.walk():
-        if op.opcode in ("load", "load_once", "store"):
-            aligned[op.args[0]] = max(aligned.get(op.args[0], 1), _bytes(op))
-    return aligned
 
 
 def _ascii(text: str) -> str:

@@ -27,13 +27,7 @@ _LEAVES = {
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Print a kernel as Metal Shading Language for ``target``.
-
-    Raises
-    ------
-    KernelError
-        The kernel breaks a rule of the IR, or needs something that Metal lacks (f64).
-    """
+    """Print a kernel as Metal Shading Language for ``target``; a KernelError if it needs what Metal lacks (f64)."""
     verify(kernel)
     soft = frozenset({bf16})
     legal = legalise(kernel, Legal(soft=soft, max_lanes=4))
@@ -109,7 +103,7 @@ class _Msl(FragmentPrinter):
         return self.narrowed(type_, f"abs({text})", atom=True) if element(type_).is_signed else Expr(text, atom=False)
 
     def expression(self, op: Op) -> Expr:
-        if op.opcode in self.functions and op.result is not None and element(op.result.type) == f16:
+        if op.opcode in self.functions and element(op.output.type) == f16:
             # Functions of half have no precise form.
             return self.call(self.functions[op.opcode].removeprefix("precise::"), op.args)
         return super().expression(op)

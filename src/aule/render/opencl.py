@@ -29,13 +29,7 @@ _MASKS = {8: "char", 16: "short", 32: "int", 64: "long"}
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Print a kernel as OpenCL C for ``target``.
-
-    Raises
-    ------
-    KernelError
-        The kernel breaks a rule of the IR, or needs something that the target lacks.
-    """
+    """Print a kernel as OpenCL C for ``target``; a KernelError if the target lacks something it needs."""
     verify(kernel)
     legal = legalise(kernel, Legal(soft=frozenset({bf16}), max_lanes=16))
     verify(legal)
@@ -146,19 +140,13 @@ class _OpenCL(CPrinter):
         return self.narrowed(type_, f"FMA({a}, {b}, {c})", atom=True)
 
     def expression(self, op: Op) -> Expr:
-        if (
-            op.opcode == "exp2"
-            and op.result is not None
-            and element(op.result.type) == f32
-            and not self.target.software
-        ):
+        if op.opcode == "exp2" and element(op.output.type) == f32 and not self.target.software:
             # The hardware instruction: within 2 ulp on NVIDIA (ex2.approx), AMD and Intel.
             return self.call("native_exp2", op.args)
         return super().expression(op)
 
     def infix(self, op: Op) -> Expr:
-        assert op.result is not None
-        if isinstance(op.result.type, Vector) and op.result.type.elem == bool_:
+        if isinstance(op.output.type, Vector) and op.output.type.elem == bool_:
             return self._vector_logic(op)
         return super().infix(op)
 
@@ -170,8 +158,8 @@ class _OpenCL(CPrinter):
             return Expr(f"{self.operand(left)} {symbol} {self.operand(right)}", atom=False)
         expr = super().infix(op)
         bits = 32 if elem == f16 and self._soft_half else elem.bits
-        assert op.result is not None and isinstance(op.result.type, Vector)
-        return expr if bits == 32 else Expr(f"convert_int{op.result.type.lanes}({expr.text})")
+        assert isinstance(op.output.type, Vector)
+        return expr if bits == 32 else Expr(f"convert_int{op.output.type.lanes}({expr.text})")
 
     def invert(self, type_: ValueType, text: str) -> Expr:
         return Expr(f"~{text}", False) if isinstance(type_, Vector) else super().invert(type_, text)

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 from aule.artifact import Artifact
 from aule.errors import KernelError
-from aule.ir.constants import wrap
+from aule.ir.constants import float_bits, wrap
 from aule.ir.kernel import KernelIR, Op, Value, walk
-from aule.ir.ops import OPS
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, element, u16
+from aule.ir.ops import MATRIX_OPS, OPS, SUBGROUP_OPS
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, element, lanes_of, u16
 from aule.render import _ptx_fragment, _ptx_math, _ptx_memory, _ptx_subgroup, _ptx_warpgroup
 from aule.render._ptx_convert import bitcast, cast_lanes, e4m3_halves
 from aule.render._ptx_emitter import (
@@ -25,8 +25,6 @@ from aule.render._ptx_emitter import (
     Emitter,
     f32_text,
     f64_text,
-    float_bits,
-    lane_count,
     move_type,
     refuse,
     register_class,
@@ -40,29 +38,18 @@ _AXES = "xyz"
 
 
 def _paired_words(op: Op) -> bool:
-    return op.opcode in _ptx_math.WORD_PAIRS and element(op.args[0].type) == u16 and lane_count(op.args[0]) > 1
+    return op.opcode in _ptx_math.WORD_PAIRS and element(op.args[0].type) == u16 and lanes_of(op.args[0].type) > 1
+
+
+def _is_vector_atomic(op: Op) -> bool:
+    return op.opcode == "atomic" and lanes_of(op.args[2].type) > 1
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Write a kernel as PTX.
+    """Write a verified kernel as PTX for ``target.arch`` (``sm_75``, ``sm_90a`` ...).
 
-    Parameters
-    ----------
-    kernel : KernelIR
-        A verified kernel.
-    target : Target
-        The device; its ``arch`` is the instruction set (``sm_75``, ``sm_90a`` ...).
-
-    Returns
-    -------
-    Artifact
-        PTX text. One argument per parameter, in order.
-
-    Raises
-    ------
-    KernelError
-        If the kernel needs something that PTX lacks: fragments other than 16 x 16, intrinsics of another language,
-        subgroups of a size other than 32, exp2, log2, sin or cos in f64.
+    A KernelError names what PTX lacks: fragments other than 16 x 16, intrinsics of another language, subgroups of a
+    size other than 32, exp2, log2, sin or cos in f64.
     """
     if kernel.subgroup_size not in (0, _SUBGROUP_SIZE):
         raise KernelError(
@@ -91,8 +78,8 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         shared_bytes=kernel.shared_bytes,
         dynamic_shared=dynamic,
         subgroup_size=kernel.subgroup_size,
-        uses_subgroups=body.emitter.uses_subgroups,
-        awaits=arch.number >= 90 and any(op.opcode == "launch_await" for op in kernel.walk()),
+        uses_subgroups=not (SUBGROUP_OPS | MATRIX_OPS).isdisjoint(op.opcode for op in kernel.walk()),
+        dependent_launch=arch.number >= 90 and any(op.opcode == "launch_await" for op in kernel.walk()),
     )
 
 
@@ -101,8 +88,8 @@ def _version(kernel: KernelIR, arch: Arch) -> str:
     version = arch.version
     if version == "6.3" and any(op.opcode.startswith("fragment") for op in kernel.walk()):
         version = "6.5"  # ldmatrix and mma.sync of these shapes
-    if version in ("7.8", "8.0") and any(op.opcode == "atomic" and lane_count(op.args[2]) > 1 for op in kernel.walk()):
-        version = "8.1"  # vector atomics
+    if version in ("7.8", "8.0") and any(_is_vector_atomic(op) for op in kernel.walk()):
+        version = "8.1"
     if version == "7.8" and (_ends_in_cluster_barrier(kernel) or any(_paired_words(op) for op in kernel.walk())):
         version = "8.0"  # arithmetic on pairs of 16-bit integers, and relaxed cluster barriers
     return version
@@ -123,15 +110,11 @@ def _directives(kernel: KernelIR) -> list[str]:
 
 def _parameters(kernel: KernelIR) -> Iterator[str]:
     """Declarations of the parameters. A buffer declares the alignment that its widest access needs."""
-    aligned: dict[Value, int] = {}
-    for op in kernel.walk():
-        if op.opcode in ("load", "load_once", "store", "stream"):
-            bytes_ = _ptx_memory.alignment(op.attrs["align"], element(op.args[0].type))
-            aligned[op.args[0]] = max(aligned.get(op.args[0], 1), bytes_)
+    aligned = kernel.alignments()
     for p in kernel.params:
         if p.kind == "buffer":
             value = kernel.values[p.name]
-            align = aligned.get(value, element(value.type).bytes)
+            align = _ptx_memory.alignment(aligned.get(value, 1), element(value.type))
             yield f"\t.param .u64 .ptr .global .align {align} {p.name}"
         else:
             yield f"\t.param .{_parameter_type(p.dtype)} {p.name}"
@@ -151,11 +134,8 @@ class _Body:
         e, subgroups = self.emitter, -(-kernel.workgroup // _SUBGROUP_SIZE)
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
-            "thread_id": self._id,
-            "lane_id": self._id,
-            "subgroup_id": self._id,
-            "group_id": self._id,
-            "group_count": self._id,
+            "leaf": self._id,
+            **dict.fromkeys(("unary", "binary", "compare", "fma"), lambda op: _ptx_math.lanewise(e, op)),
             "select": lambda op: _ptx_math.select(e, op),
             "cast": self._cast,
             "bitcast": lambda op: bitcast(e, op),
@@ -166,9 +146,9 @@ class _Body:
             "permute": self._extract,
             "private": self.addresses.private,
             "load": lambda op: _ptx_memory.load(e, self.addresses, op),
-            "load_once": lambda op: _ptx_memory.load(e, self.addresses, op),
+            "load_streaming": lambda op: _ptx_memory.load(e, self.addresses, op),
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
-            "stream": lambda op: _ptx_memory.store(e, self.addresses, op),
+            "store_streaming": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
             "cluster_barrier": lambda op: _ptx_subgroup.cluster_barrier(e, op, _ends_in_cluster_barrier(kernel, op)),
             "cluster_load": lambda op: _ptx_memory.cluster_load(e, self.addresses, op),
@@ -181,19 +161,13 @@ class _Body:
             "loop": self._loop,
             "repeat": self._repeat,
             "if": self._if,
+            **dict.fromkeys(("sync", "subgroup"), lambda op: _ptx_subgroup.render(e, op)),
+            "fragment": lambda op: _ptx_fragment.render(e, self.addresses, op),
+            "warpgroup": lambda op: _ptx_warpgroup.render(e, self.addresses, op, subgroups),
             "dot_pairs": self._dot_pairs,
             "intrinsic": self._intrinsic,
             "comment": self._comment,
         }
-        for opcode, info in OPS.items():
-            if info.category in ("unary", "binary", "compare") or opcode == "fma":
-                self._handlers[opcode] = lambda op: _ptx_math.lanewise(e, op)
-            elif info.category in ("sync", "subgroup"):
-                self._handlers.setdefault(opcode, lambda op: _ptx_subgroup.render(e, op))
-            elif info.category == "fragment":
-                self._handlers[opcode] = lambda op: _ptx_fragment.render(e, self.addresses, op)
-            elif info.category == "warpgroup":
-                self._handlers[opcode] = lambda op: _ptx_warpgroup.render(e, self.addresses, op, subgroups)
 
     def run(self) -> None:
         """Load the parameters, then emit the body."""
@@ -213,10 +187,9 @@ class _Body:
     def _block(self, block: list[Op]) -> None:
         handlers = self._handlers
         for op in block:
-            handler = handlers.get(op.opcode)
-            if handler is None:
+            if op.opcode not in OPS:
                 raise refuse(op, "an operation of ir.ops", op.opcode, "run ir.verify on the kernel")
-            handler(op)
+            (handlers.get(op.opcode) or handlers[OPS[op.opcode].category])(op)
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
@@ -241,7 +214,6 @@ class _Body:
 
     def _id(self, op: Op) -> None:
         e = self.emitter
-        assert op.result is not None
         if op.opcode == "thread_id":
             register = e.once("%tid", "mov.u32", "r", "%tid.x")
         elif op.opcode == "lane_id":
@@ -251,56 +223,49 @@ class _Body:
         else:
             special = f"%{'ctaid' if op.opcode == 'group_id' else 'nctaid'}.{_AXES[op.attrs['axis']]}"
             register = e.once(special, "mov.u32", "r", special)
-        e.uses_subgroups |= op.opcode in ("lane_id", "subgroup_id")
-        e.bind(op.result, (register,))
+        e.bind(op.output, (register,))
 
     def _cast(self, op: Op) -> None:
-        assert op.result is not None
-        e, source, target = self.emitter, element(op.args[0].type), element(op.result.type)
+        e, source, target = self.emitter, element(op.args[0].type), element(op.output.type)
         known = e.integer(op.args[0])
         if target.kind == "bool":
             raise refuse(op, "a number", target, "compare with 0 instead")
         if known is not None and target.is_int:
-            e.bind_integer(op.result, known)
+            e.bind_integer(op.output, known)
         elif source == target:
-            e.bind_same(op.result, op.args[0])
+            e.bind_same(op.output, op.args[0])
         else:
-            e.bind(op.result, cast_lanes(e, source, target, e.registers(op.args[0])))
+            e.bind(op.output, cast_lanes(e, source, target, e.registers(op.args[0])))
 
     def _make_vector(self, op: Op) -> None:
-        assert op.result is not None
-        self.emitter.bind(op.result, tuple(self.emitter.operands(x)[0] for x in op.args))
+        self.emitter.bind(op.output, tuple(self.emitter.operands(x)[0] for x in op.args))
 
     def _splat(self, op: Op) -> None:
-        assert op.result is not None
-        self.emitter.bind(op.result, self.emitter.operands(op.args[0]) * lane_count(op.result))
+        self.emitter.bind(op.output, self.emitter.operands(op.args[0]) * lanes_of(op.output.type))
 
     def _extract(self, op: Op) -> None:
-        assert op.result is not None
         every = [lane for x in op.args for lane in self.emitter.operands(x)]
         lanes = tuple(every[i] for i in op.attrs.get("lanes") or (op.attrs["lane"],))
-        if len(lanes) > 1 or lanes[0][0] == "%" or element(op.result.type).is_float:
-            self.emitter.bind(op.result, lanes)
+        if len(lanes) > 1 or lanes[0][0] == "%" or element(op.output.type).is_float:
+            self.emitter.bind(op.output, lanes)
         else:
-            self.emitter.bind_integer(op.result, int(lanes[0]))
+            self.emitter.bind_integer(op.output, int(lanes[0]))
 
     # -- variables -------------------------------------------------------------------------------------------------
 
     def _var(self, op: Op) -> None:
-        assert op.result is not None
-        kind, count = _variable_registers(op, op.result)
+        kind, count = _variable_registers(op, op.output)
         registers = tuple(self.emitter.new(kind) for _ in range(count))
         self._move(kind, registers, self.emitter.operands(op.args[0]))
-        self.emitter.bind(op.result, registers)
+        self.emitter.bind(op.output, registers)
 
     def _get(self, op: Op) -> None:
         # A copy, since the variable may change while its old value is in use; ptxas removes unneeded ones.
-        assert op.result is not None
         kind, _ = _variable_registers(op, op.args[0])
         source = self.emitter.operands(op.args[0])
         registers = tuple([self.emitter.new(kind) for _ in source])
         self._move(kind, registers, source)
-        self.emitter.bind(op.result, registers)
+        self.emitter.bind(op.output, registers)
 
     def _set(self, op: Op) -> None:
         kind, _ = _variable_registers(op, op.args[0])
@@ -392,9 +357,9 @@ class _Body:
             raise refuse(op, "an intrinsic of ptx", op.attrs["language"], "choose the kernel by the target")
         result: str | tuple[str, ...] = ""
         if op.result is not None:
-            registers = tuple(e.new_for(element(op.result.type)) for _ in range(lane_count(op.result)))
+            registers = tuple(e.new_for(element(op.result.type)) for _ in range(lanes_of(op.result.type)))
             e.bind(op.result, registers)
-            result = registers if lane_count(op.result) > 1 else registers[0]
+            result = registers if lanes_of(op.result.type) > 1 else registers[0]
         operands = [self._operand(x) for x in op.args]
         try:
             text = op.attrs["code"].format(result, *operands).strip()

@@ -31,7 +31,7 @@ from aule.artifact import Artifact
 from aule.ir.builder import Builder
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
-from aule.ir.passes.round_half import returning
+from aule.ir.passes.round_half import casts_used_in_registers
 from aule.ir.passes.soft_half import float_to_bfloat
 from aule.ir.types import (
     Fragment,
@@ -75,25 +75,7 @@ FEATURES = {
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Write a kernel as a SPIR-V module.
-
-    Parameters
-    ----------
-    kernel : KernelIR
-        A verified kernel.
-    target : Target
-        The Vulkan device to render for.
-
-    Returns
-    -------
-    Artifact
-        Its ``extensions`` are the names of the Vulkan features that the code needs.
-
-    Raises
-    ------
-    KernelError
-        The kernel needs something that SPIR-V or the target lacks.
-    """
+    """Write a verified kernel as a SPIR-V module; a KernelError if it needs what SPIR-V or the target lacks."""
     computable = _computable(target)
     legal = legalise(kernel, _legal(kernel, target, computable))
     rendered = KernelRenderer(legal, target, computable, _roundings(legal, target, computable))
@@ -182,16 +164,15 @@ def _roundings(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) 
     """Choose how each conversion to f16 rounds to nearest even; see the module docstring."""
     # Group.fragment_cast handles fragments.
     casts = {
-        op: op.result
+        op: op.output
         for op in kernel.walk()
-        if op.result is not None and op.opcode == "cast" and element(op.result.type) == f16
-        and not isinstance(op.result.type, Fragment)
-    }  # fmt: skip
+        if op.opcode == "cast" and element(op.output.type) == f16 and not isinstance(op.output.type, Fragment)
+    }
     if not casts or f16 not in computable:
         return {}
     if RTE_HALF in target.extensions:
         # NVIDIA's compiler drops a conversion and its inverse.
-        hidden = returning(kernel) if target.vendor == "nvidia" and kernel.arithmetic == "exact" else {}
+        hidden = casts_used_in_registers(kernel) if target.vendor == "nvidia" and kernel.arithmetic == "exact" else {}
         return dict.fromkeys(hidden, "software")
     direct: dict[Value, bool] = {}
     for op in kernel.walk():

@@ -14,6 +14,7 @@ from typing import ClassVar
 from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.builder import Builder
+from aule.ir.constants import wrap
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
 from aule.ir.types import (
@@ -53,13 +54,7 @@ _INPUTS = {
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """Print a kernel as WGSL for ``target``.
-
-    Raises
-    ------
-    KernelError
-        The kernel breaks a rule of the IR, or needs something that WGSL lacks.
-    """
+    """Print a kernel as WGSL for ``target``; a KernelError if WGSL lacks something it needs."""
     verify(kernel)
     legal = legalise(kernel, _legal(kernel, target))
     verify(legal)
@@ -176,10 +171,9 @@ class _Wgsl(Printer):
         if type_ == bool_:
             return Expr("true" if value else "false")
         if type_.is_int:
-            number = int(value) & 0xFFFFFFFF
+            number = wrap(int(value), type_)
             if type_ == u32:
                 return Expr(f"{number}u")
-            number -= (number >> 31) << 32
             return Expr("i32(-2147483648)") if number == -(1 << 31) else Expr(str(number), number >= 0)
         value = float(value)
         if math.isfinite(value):
@@ -412,9 +406,8 @@ def _fits(users: Sequence[Op], width: int, length: int | None) -> bool:
         return False
     found = False
     for op in users:
-        value = op.result if op.opcode == "load" else op.args[2]
-        lanes = value.type.lanes if value is not None and isinstance(value.type, Vector) else 1
-        full = lanes % width == 0 and op.attrs["align"] % width == 0
+        value = op.output if op.opcode == "load" else op.args[2]
+        full = lanes_of(value.type) % width == 0 and op.attrs["align"] % width == 0
         if op.opcode == "store" and not full:
             return False
         found = found or full

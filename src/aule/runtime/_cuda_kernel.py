@@ -45,7 +45,7 @@ class Parameters:
 class Kernel:
     """A loaded function; the `Program.handle` of this runtime."""
 
-    __slots__ = ("awaits", "block", "function", "log", "parameters", "shared")
+    __slots__ = ("block", "dependent_launch", "function", "log", "parameters", "shared")
 
     def __init__(self, artifact: Artifact, function: ctypes.c_void_p, log: str) -> None:
         self.function = function
@@ -53,7 +53,7 @@ class Kernel:
         self.block = ctypes.c_uint(artifact.workgroup)
         self.shared = ctypes.c_uint(artifact.shared_bytes if artifact.dynamic_shared else 0)
         self.parameters = Parameters(artifact.params)
-        self.awaits = artifact.awaits
+        self.dependent_launch = artifact.dependent_launch
 
     def call(self, grid: Grid, stream: ctypes.c_void_p, parameters: Parameters) -> tuple[Any, ...]:
         """Return the arguments for cuLaunchKernel, all of them ctypes objects."""
@@ -70,7 +70,7 @@ class Kernel:
         config = cu.LaunchConfig(
             (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(self.block.value, 1, 1), self.shared.value
         )
-        if self.awaits:
+        if self.dependent_launch:
             attribute = cu.LaunchAttribute(cu.PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
             config.attributes, config.count = ctypes.pointer(attribute), 1
         stream = ctypes.c_void_p.from_buffer(config, cu.LaunchConfig.stream.offset)

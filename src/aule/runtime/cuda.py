@@ -277,7 +277,7 @@ class CudaDevice(Device):
 
     def _start(self, program: Program, grid: Grid, stream: ctypes.c_void_p) -> None:
         kernel: Kernel = program.handle
-        if kernel.awaits and self._driver.launch_kernel_ex is not None:
+        if kernel.dependent_launch and self._driver.launch_kernel_ex is not None:
             call_stream, call = kernel.extended_call(grid, kernel.parameters)
             call_stream.value = stream.value
             code = self._driver.launch_kernel_ex(*call)

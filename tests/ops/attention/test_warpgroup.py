@@ -8,7 +8,7 @@ import pytest
 from aule.errors import KernelError
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.interpret import SanitizerError, interpret
-from aule.ir.types import Fragment, Panels, f16, f32, i32, panel_offset, u64
+from aule.ir.types import Fragment, Panels, f16, f32, i32, u64
 from aule.target import NVIDIA_LAYOUT, Target
 
 
@@ -106,39 +106,40 @@ def test_memory_in_flight_is_not_written() -> None:
         interpret(product(64, 64, "row", "column", overwrite=True), (1, 1, 1), [a, b, np.zeros(4096, np.float32)])
 
 
-def meeting(early: bool = False, parity: int = 0) -> KernelIR:
+def mbarrier_kernel(early: bool = False, parity: int = 0) -> KernelIR:
     """Threads write, arrive, and read what another one wrote behind the wait, or before it."""
-    b = Builder("meeting", 128, 32)
+    b = Builder("mbarrier", 128, 32)
     out = b.buffer("out", f32, "write")
     memory, place = b.shared("memory", f32, 128), b.shared("place", u64, 1)
     thread = b.thread_id()
-    b.warpgroup_meeting(place)
+    b.mbarrier_init(place)
     b.barrier()
     b.store(memory, thread, b.cast(thread, f32))
-    b.warpgroup_arrive(place)
+    b.mbarrier_arrive(place)
     if early:
         b.store(out, thread, b.load(memory, 127 - thread))
-    b.warpgroup_await(place, 0, b.const(parity, i32))
+    b.mbarrier_wait(place, 0, b.const(parity, i32))
     b.store(out, thread, b.load(memory, 127 - thread))
     return b.finish()
 
 
 def test_a_barrier_in_two_halves() -> None:
     out = np.zeros(128, np.float32)
-    interpret(meeting(), (1, 1, 1), [out])
+    interpret(mbarrier_kernel(), (1, 1, 1), [out])
     np.testing.assert_array_equal(out, np.arange(127, -1, -1))
     with pytest.raises(SanitizerError, match="race"):
-        interpret(meeting(early=True), (1, 1, 1), [out])
+        interpret(mbarrier_kernel(early=True), (1, 1, 1), [out])
     with pytest.raises(SanitizerError, match="parity"):
-        interpret(meeting(parity=1), (1, 1, 1), [out])
+        interpret(mbarrier_kernel(parity=1), (1, 1, 1), [out])
 
 
 def test_panels() -> None:
     """Every element has a place of its own, and eight rows of one column lie in different groups of banks."""
     rows, cols = np.indices((16, 128))
-    places = panel_offset(rows, cols, 16 * 64)
+    panels = Panels("row", 16 * 64)
+    places = panels.offset(rows, cols)
     assert sorted(places.ravel()) == list(range(16 * 128))
-    assert len({int(panel_offset(r, 0, 1024)) * 2 % 128 // 16 for r in range(8)}) == 8
+    assert len({int(panels.offset(r, 0)) * 2 % 128 // 16 for r in range(8)}) == 8
 
 
 def test_other_architectures_refuse() -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from aule.ir.interpret.machine import Compiler, Machine, Step
+from aule.ir.interpret.machine import Compiler, Machine, Step, nothing
 from aule.ir.kernel import Op
+
+_MERGES = {
+    "add": np.add, "min": np.fmin, "max": np.fmax, "subgroup_any": np.logical_or, "subgroup_all": np.logical_and,
+}  # fmt: skip
+"""Function that merges the values of two lanes, by the kind of reduction."""
 
 
 def _barrier(m: Machine, op: Op) -> Step:
@@ -27,7 +32,7 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
                 teams = None if slots is None else (slots[:, None] * lanes.subgroups + subgroups).ravel()
                 shadow.synchronise(op, teams, True)
                 if clusters:
-                    shadow.meet(teams)
+                    shadow.cluster_barrier(teams)
             elif all_memory:
                 teams = None if slots is None else lanes.group[slots * lanes.workgroup]
                 shadow.synchronise(op, teams, True)
@@ -35,10 +40,6 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
             m.fences.barrier(np.unique(lanes.group) if slots is None else lanes.group[slots * lanes.workgroup])
 
     return step
-
-
-def _nothing(m: Machine, op: Op) -> None:
-    """Compile to nothing: launches of the interpreter never overlap."""
 
 
 def _device_fence(m: Machine, op: Op) -> Step | None:
@@ -111,28 +112,15 @@ def _shuffle_xor(m: Machine, op: Op) -> Step:
     return collective(m, op, m.apply(op, lambda x: x.take(source)))
 
 
-def _reduce(m: Machine, op: Op, merge: np.ufunc) -> Step:
-    first, subgroup = m.lanes.first, m.lanes.subgroup
+def _reduce(m: Machine, op: Op) -> Step:
+    first, subgroup, merge = m.lanes.first, m.lanes.subgroup, _MERGES[op.attrs.get("kind", op.opcode)]
     return collective(m, op, m.apply(op, lambda x: merge.reduceat(x, first, dtype=x.dtype).take(subgroup)))
-
-
-def _subgroup_reduce(m: Machine, op: Op) -> Step:
-    merge = {"add": np.add, "min": np.fmin, "max": np.fmax}[op.attrs["kind"]]
-    return _reduce(m, op, merge)
-
-
-def _subgroup_any(m: Machine, op: Op) -> Step:
-    return _reduce(m, op, np.logical_or)
-
-
-def _subgroup_all(m: Machine, op: Op) -> Step:
-    return _reduce(m, op, np.logical_and)
 
 
 COMPILERS: dict[str, Compiler] = {
     "barrier": _barrier, "device_fence": _device_fence, "workgroup_any": _workgroup_any,
-    "launch_next": _nothing, "launch_await": _nothing, "cluster_barrier": _cluster_barrier,
+    "launch_next": nothing, "launch_await": nothing, "cluster_barrier": _cluster_barrier,
     "subgroup_barrier": _subgroup_barrier,
     "shuffle": _shuffle, "shuffle_xor": _shuffle_xor,
-    "subgroup_reduce": _subgroup_reduce, "subgroup_any": _subgroup_any, "subgroup_all": _subgroup_all,
+    "subgroup_reduce": _reduce, "subgroup_any": _reduce, "subgroup_all": _reduce,
 }  # fmt: skip

@@ -11,7 +11,7 @@ from aule.ir.interpret.collective import collective
 from aule.ir.interpret.machine import Compiler, Machine, Step
 from aule.ir.interpret.numbers import Array, cast_function, register_dtype
 from aule.ir.kernel import Op, Value
-from aule.ir.types import SCALARS, Fragment
+from aule.ir.types import Fragment, f32, f64, i64
 
 
 def _fragment(m: Machine, op: Op, value: Value) -> Fragment:
@@ -38,8 +38,7 @@ def _uniform(m: Machine, op: Op, value: Array) -> Array:
 
 
 def _fragment_fill(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    type_ = _fragment(m, op, op.result)
+    type_ = _fragment(m, op, op.output)
     shape = (len(m.lanes.first), type_.rows, type_.cols)
     fill = m.apply(op, lambda x: np.broadcast_to(_uniform(m, op, x)[:, None, None], shape))
     return collective(m, op, fill)
@@ -64,8 +63,7 @@ def _addresses(m: Machine, op: Op, type_: Fragment) -> Callable[[], tuple[Array,
 
 
 def _fragment_load(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    type_ = _fragment(m, op, op.result)
+    type_ = _fragment(m, op, op.output)
     memory, lanes, registers, result = m.memory[op.args[0]], m.lanes, m.registers, m.result(op)
     addresses, dtype = _addresses(m, op, type_), register_dtype(type_.elem)
 
@@ -93,11 +91,9 @@ def _fragment_store(m: Machine, op: Op) -> Step:
 
 
 def _fragment_mma(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    type_ = _fragment(m, op, op.result)
-    wide = np.float64 if type_.elem.name == "f64" else np.float32 if type_.elem.is_float else np.int64
-    exact = SCALARS["f64" if wide is np.float64 else "f32" if wide is np.float32 else "i64"]
-    narrow = cast_function(exact, type_.elem)
+    type_ = _fragment(m, op, op.output)
+    exact = f64 if type_.elem == f64 else f32 if type_.elem.is_float else i64
+    wide, narrow = register_dtype(exact), cast_function(exact, type_.elem)
     multiply = m.apply(op, lambda a, b, c: narrow(a.astype(wide) @ b.astype(wide) + c.astype(wide)))
     return collective(m, op, multiply)
 
@@ -144,8 +140,7 @@ def _fragment_set(m: Machine, op: Op) -> Step:
 
 
 def _fragment_pack(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    type_ = _fragment(m, op, op.result)
+    type_ = _fragment(m, op, op.output)
     elements, dtype = _elements(m, op, type_), register_dtype(type_.elem)
     shape = (len(m.lanes.first), type_.rows, type_.cols)
     if len(op.args) != elements.shape[1]:

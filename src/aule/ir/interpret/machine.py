@@ -35,8 +35,8 @@ class Product(NamedTuple):
     checks: list[Step]
 
 
-class SplitBarrier(NamedTuple):
-    """State of a split barrier, per workgroup of the batch."""
+class MBarrier(NamedTuple):
+    """State of an mbarrier, per workgroup of the batch."""
 
     arrived: Array
     """Time of the arrivals; 0 before them and after the wait."""
@@ -44,7 +44,7 @@ class SplitBarrier(NamedTuple):
     """Number of waits so far."""
 
     @classmethod
-    def of(cls, groups: int) -> SplitBarrier:
+    def of(cls, groups: int) -> MBarrier:
         """A barrier without arrivals."""
         return cls(np.zeros(groups, np.int64), np.zeros(groups, np.int64))
 
@@ -66,8 +66,8 @@ class Machine:
         Layout of fragments over a subgroup, by use.
     copies, products : list
         Groups of unfinished copies and products, oldest first; the last group is still open.
-    split_barriers : dict
-        Split barriers by the shared array that holds them.
+    mbarriers : dict
+        mbarriers by the shared array that holds them.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Machine:
         self.group_ids: list[tuple[int, int]] = []
         self.copies: list[list[Step]] = [[]]
         self.products: list[list[Product]] = [[]]
-        self.split_barriers: dict[Value, SplitBarrier] = {}
+        self.mbarriers: dict[Value, MBarrier] = {}
         self._slots: dict[Value, int] = {}
 
     def run(self, args: Sequence[Any]) -> None:
@@ -117,7 +117,7 @@ class Machine:
             run(body)
             for shadow in self.shadows:
                 shadow.check()
-                shadow.leave()
+                shadow.end()
 
     # -- parameters and memory -------------------------------------------------------------------------------------
 
@@ -173,8 +173,7 @@ class Machine:
 
     def result(self, op: Op) -> int:
         """The register slot of an operation's result."""
-        assert op.result is not None
-        return self.slot(op.result)
+        return self.slot(op.output)
 
     # -- compilation -----------------------------------------------------------------------------------------------
 
@@ -218,6 +217,10 @@ class Machine:
             registers[result] = call(*[registers[slot] for slot in slots])
 
         return step
+
+
+def nothing(m: Machine, op: Op) -> None:
+    """Compile an operation that has no effect in the interpreter."""
 
 
 def run(steps: list[Step]) -> None:

@@ -90,10 +90,10 @@ class Memory:
             raise self.lanes.error(op, self._lane(int(where[-1]), active), message)
         return from_memory(self.elem, self.data.take(address))
 
-    def read_other(self, op: Op, address: Array, active: Array | None) -> Array:
+    def cluster_read(self, op: Op, address: Array, active: Array | None) -> Array:
         """Load into the active lanes from other workgroups of the cluster."""
         if self.shadow is not None:
-            self.shadow.read_other(op, address, active)
+            self.shadow.cluster_read(op, address, active)
         return from_memory(self.elem, self.data.take(address))
 
     def write(self, op: Op, address: Array, value: Array, active: Array | None, collective: bool = False) -> None:
@@ -104,13 +104,13 @@ class Memory:
             self.written[address] = True
         self.data[address] = to_memory(self.elem, value)
 
-    def post_other(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
+    def cluster_post(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
         """Store from the active lanes to other workgroups of the cluster, which may be reading."""
         if self.shadow is not None:
-            self.shadow.update_other(op, address, active)
+            self.shadow.cluster_update(op, address, active)
         self.data[address] = to_memory(self.elem, value)
 
-    def expect(self, op: Op, address: Array, active: Array | None) -> None:
+    def start_copy(self, op: Op, address: Array, active: Array | None) -> None:
         """Record an unfinished copy; an error if another one has the same destination, since either may finish last."""
         if self.expected is None:
             self.expected = np.zeros(self.data.size, np.bool_)
@@ -121,7 +121,7 @@ class Memory:
             raise self.lanes.error(op, self._lane(int(where[-1]), active), message)
         self.expected[address] = True
 
-    def arrive(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
+    def finish_copy(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
         """Finish a copy: write its data."""
         assert self.expected is not None
         self.expected[address] = False

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.errors import KernelError
-from aule.ir.types import Scalar, ValueType, Vector, element
+from aule.ir.types import Scalar, ValueType, Vector, element, f32, f64
 
 Array = npt.NDArray[Any]
 Function = Callable[..., Array]
@@ -97,7 +97,7 @@ def function(opcode: str, elem: Scalar) -> Function:
     if opcode == "select":
         return np.where
     if opcode == "fma":
-        return _FMA[elem.name]
+        return _fma(elem)
     if opcode == "dot_pairs":
         return _dot_pairs
     plain = (_FLOAT if elem.is_float else _INTEGER)[opcode]
@@ -106,34 +106,19 @@ def function(opcode: str, elem: Scalar) -> Function:
     return lambda *args: round_bf16(plain(*args))
 
 
-def _fma_f64(a: Array, b: Array, c: Array) -> Array:
-    return a * b + c
-
-
-def _fma_f32(a: Array, b: Array, c: Array) -> Array:
-    # The product of two float32 is exact in float64.
-    result: Array = (a.astype(np.float64) * b + c).astype(np.float32)
-    return result
-
-
-def _fma_f16(a: Array, b: Array, c: Array) -> Array:
-    result: Array = (a.astype(np.float64) * b + c).astype(np.float16)
-    return result
-
-
-def _fma_bf16(a: Array, b: Array, c: Array) -> Array:
-    return round_bf16(a.astype(np.float64) * b + c)
-
-
-_FMA: dict[str, Function] = {"f64": _fma_f64, "f32": _fma_f32, "f16": _fma_f16, "bf16": _fma_bf16}
+def _fma(elem: Scalar) -> Function:
+    if elem.name == "f64":
+        return lambda a, b, c: a * b + c
+    narrow = cast_function(f64, elem)
+    return lambda a, b, c: narrow(a.astype(np.float64) * b + c)  # the product of two float32 is exact in float64
 
 
 def _dot_pairs(a: Array, b: Array, c: Array) -> Array:
     """Add the product of the high halves first, as AVX512_BF16 does; products are exact, sums are rounded."""
     a, b = np.broadcast_arrays(a, b)
-    high = np.uint32(0xFFFF0000)
+    high, fma = np.uint32(0xFFFF0000), _fma(f32)
     for first, second in ((a & high, b & high), (a << np.uint32(16), b << np.uint32(16))):
-        c = _fma_f32(first.view(np.float32), second.view(np.float32), c)
+        c = fma(first.view(np.float32), second.view(np.float32), c)
     return c
 
 
@@ -191,8 +176,4 @@ def atomic_function(kind: str) -> Function:
     """The function ``f(old, operand)`` of an atomic."""
     if kind == "exchange":
         return lambda old, new: new
-    table: dict[str, Function] = {
-        "add": np.add, "min": np.minimum, "max": np.maximum,
-        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    }  # fmt: skip
-    return table[kind]
+    return _INTEGER[kind]

@@ -139,7 +139,7 @@ class Shadow:
             self._race(self.writes, op, "writes", address, collided, party)
         self.dirty[self.domain.take(party.team)] = True
 
-    def read_other(self, op: Op, address: Array, active: Array | None) -> None:
+    def cluster_read(self, op: Op, address: Array, active: Array | None) -> None:
         """Check and record a load from any workgroup of the cluster, which only cluster barriers order."""
         party = self._party(active, False)
         self.require_written(op, address, active)
@@ -148,7 +148,7 @@ class Shadow:
             self._race(self.writes, op, "reads", address, wrong, party)
         self.cluster_access[address] = self.lanes.tick(op)
 
-    def update_other(self, op: Op, address: Array, active: Array | None) -> None:
+    def cluster_update(self, op: Op, address: Array, active: Array | None) -> None:
         """Check and record an atomic on memory of any workgroup of the cluster.
 
         Only cluster barriers order it with stores, and with the end of the owning workgroup.
@@ -223,11 +223,11 @@ class Shadow:
             self._prune()
         self._refresh()
 
-    def meet(self, teams: Array | None) -> None:
+    def cluster_barrier(self, teams: Array | None) -> None:
         """Record a cluster barrier of ``teams`` (None: all of the batch)."""
         self.cluster_sync[slice(None) if teams is None else teams] = len(self.lanes.history) - 1
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """End the batch: shared memory goes away, so a barrier must follow the last access from the cluster."""
         if self.shared:
             length = self.length * self.lanes.kernel.cluster  # all workgroups of a cluster end together

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir.interpret.machine import Compiler, Machine, Step, run
+from aule.ir.interpret.machine import Compiler, Machine, Step, nothing, run
 from aule.ir.interpret.memory import Memory
 from aule.ir.interpret.numbers import (
     Array,
@@ -18,7 +18,6 @@ from aule.ir.interpret.numbers import (
     e4m3_halves,
     function,
     memory_dtype,
-    register_dtype,
 )
 from aule.ir.kernel import Op
 from aule.ir.types import Fragment, Pointer, Scalar, Vector, element, lanes_of
@@ -27,20 +26,14 @@ from aule.ir.types import Fragment, Pointer, Scalar, Vector, element, lanes_of
 
 
 def _const(m: Machine, op: Op) -> None:
-    assert op.result is not None and isinstance(op.result.type, Scalar)
-    m.put(op.result, constant(op.attrs["value"], op.result.type, m.lanes.count))
+    assert isinstance(op.output.type, Scalar)
+    m.put(op.output, constant(op.attrs["value"], op.output.type, m.lanes.count))
 
 
-def _thread_id(m: Machine, op: Op) -> None:
-    m.registers[m.result(op)] = m.lanes.thread.astype(np.int32)
-
-
-def _lane_id(m: Machine, op: Op) -> None:
-    m.registers[m.result(op)] = (m.lanes.thread % m.lanes.subgroup_size).astype(np.int32)
-
-
-def _subgroup_id(m: Machine, op: Op) -> None:
-    m.registers[m.result(op)] = (m.lanes.thread // m.lanes.subgroup_size).astype(np.int32)
+def _thread_index(m: Machine, op: Op) -> None:
+    thread, size = m.lanes.thread, m.lanes.subgroup_size
+    index = {"thread_id": thread, "lane_id": thread % size, "subgroup_id": thread // size}[op.opcode]
+    m.put(op.output, index.astype(np.int32))
 
 
 def _group_id(m: Machine, op: Op) -> None:
@@ -48,18 +41,15 @@ def _group_id(m: Machine, op: Op) -> None:
 
 
 def _group_count(m: Machine, op: Op) -> None:
-    m.registers[m.result(op)] = np.full(m.lanes.count, m.lanes.grid[op.attrs["axis"]], np.int32)
+    m.put(op.output, np.full(m.lanes.count, m.lanes.grid[op.attrs["axis"]], np.int32))
 
 
 # Arithmetic.
 
 
 def _arithmetic(m: Machine, op: Op) -> Step:
-    return m.apply(op, function(op.opcode, element(op.args[0].type)))
-
-
-def _ternary(m: Machine, op: Op) -> Step:
-    return m.apply(op, function(op.opcode, element(op.args[1].type)))
+    # The last operand: the first of a select is a bool.
+    return m.apply(op, function(op.opcode, element(op.args[-1].type)))
 
 
 def _div(m: Machine, op: Op) -> Step:
@@ -107,19 +97,13 @@ def _guarded(m: Machine, op: Op, compute: Step, wrong: Callable[[Array], Array],
 
 
 def _cast(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    return m.apply(op, cast_function(element(op.args[0].type), element(op.result.type)))
+    return m.apply(op, cast_function(element(op.args[0].type), element(op.output.type)))
 
 
 def _bitcast(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    source, target = op.args[0].type, op.result.type
+    source, target = op.args[0].type, op.output.type
     assert isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
     return m.apply(op, bitcast_function(source, target))
-
-
-def _e4m3_halves(m: Machine, op: Op) -> Step:
-    return m.apply(op, e4m3_halves)
 
 
 # Vectors: a row per vector lane.
@@ -130,8 +114,8 @@ def _make_vector(m: Machine, op: Op) -> Step:
 
 
 def _splat(m: Machine, op: Op) -> Step:
-    assert op.result is not None and isinstance(op.result.type, Vector)
-    shape = (op.result.type.lanes, m.lanes.count)
+    assert isinstance(op.output.type, Vector)
+    shape = (op.output.type.lanes, m.lanes.count)
     return m.apply(op, lambda x: np.broadcast_to(x, shape))
 
 
@@ -150,34 +134,38 @@ def _permute(m: Machine, op: Op) -> Step:
 
 
 def _private(m: Machine, op: Op) -> Step:
-    assert op.result is not None and isinstance(op.result.type, Pointer) and op.result.type.length is not None
-    lanes, elem, length = m.lanes, op.result.type.elem, op.result.type.length
+    assert isinstance(op.output.type, Pointer) and op.output.type.length is not None
+    lanes, elem, length = m.lanes, op.output.type.elem, op.output.type.length
     data = np.empty(lanes.count * length, memory_dtype(elem))
     base = np.arange(lanes.count) * length
     memory = Memory(lanes, op.attrs["name"], elem, data, length, base=base, private=m.sanitize)
-    m.memory[op.result] = memory
+    m.memory[op.output] = memory
     return lambda: memory.forget(lanes.active)
 
 
 def _load(m: Machine, op: Op) -> Step:
-    assert op.result is not None
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, result, align = m.slot(op.args[1]), m.result(op), op.attrs["align"]
-    count = lanes_of(op.result.type)
-    shape = (lanes.count,) if count == 1 else (count, lanes.count)
-    dtype = register_dtype(memory.elem)
+    count = lanes_of(op.output.type)
 
     def step() -> None:
         active = lanes.active
         address = memory.addresses(op, registers[index], active, count, align)
-        value = memory.read(op, address, active)
-        registers[result] = value if active is None else _scatter(value, active, np.zeros(shape, dtype))
+        registers[result] = _scatter(memory.read(op, address, active), active, lanes.count)
 
     return step
 
 
-def _scatter(value: Array, active: Array, out: Array) -> Array:
-    """Write values of the active lanes into an array of all lanes."""
+def _gather(value: Array, active: Array | None) -> Array:
+    """Values of the active lanes."""
+    return value if active is None else value[..., active]
+
+
+def _scatter(value: Array, active: Array | None, count: int) -> Array:
+    """Values of the active lanes in an array of all ``count`` lanes, with zeros elsewhere."""
+    if active is None:
+        return value
+    out = np.zeros((*value.shape[:-1], count), value.dtype)
     out[..., active] = value
     return out
 
@@ -186,29 +174,24 @@ def _cluster_addresses(m: Machine, op: Op, number: int, count: int, align: int) 
     """Addresses of an access to other workgroups of the cluster; the register ``number`` holds their numbers."""
     memory, lanes, registers, cluster = m.memory[op.args[0]], m.lanes, m.registers, m.kernel.cluster
     active = lanes.active
-    who = registers[number] if active is None else registers[number].take(active)
+    who = _gather(registers[number], active)
     if who.size and (int(who.min()) < 0 or int(who.max()) >= cluster):
         where = int(np.flatnonzero((who < 0) | (who >= cluster))[0])
         lane = where if active is None else int(active[where])
         raise lanes.error(op, lane, f"no workgroup {int(who[where])} in a cluster of {cluster}")
     address = memory.addresses(op, registers[m.slot(op.args[1])], active, count, align)
-    slot = lanes.slot if active is None else lanes.slot.take(active)
-    result: Array = address + (who - slot % cluster) * memory.length
+    result: Array = address + (who - _gather(lanes.slot, active) % cluster) * memory.length
     return result
 
 
 def _cluster_load(m: Machine, op: Op) -> Step:
-    assert op.result is not None
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     number, result, align = m.slot(op.args[2]), m.result(op), op.attrs["align"]
-    count = lanes_of(op.result.type)
-    shape = (lanes.count,) if count == 1 else (count, lanes.count)
+    count = lanes_of(op.output.type)
 
     def step() -> None:
         active, address = lanes.active, _cluster_addresses(m, op, number, count, align)
-        value = np.zeros(shape, register_dtype(memory.elem))
-        value[..., slice(None) if active is None else active] = memory.read_other(op, address, active)
-        registers[result] = value
+        registers[result] = _scatter(memory.cluster_read(op, address, active), active, lanes.count)
 
     return step
 
@@ -219,8 +202,7 @@ def _cluster_post(m: Machine, op: Op) -> Step:
 
     def step() -> None:
         active, address = lanes.active, _cluster_addresses(m, op, number, 1, 1)
-        value = registers[source] if active is None else registers[source].take(active)
-        memory.post_other(op, address, value, active)
+        memory.cluster_post(op, address, _gather(registers[source], active), active)
 
     return step
 
@@ -233,8 +215,7 @@ def _store(m: Machine, op: Op) -> Step:
     def step() -> None:
         active = lanes.active
         address = memory.addresses(op, registers[index], active, count, align)
-        value = registers[source] if active is None else registers[source][..., active]
-        memory.write(op, address, value, active)
+        memory.write(op, address, _gather(registers[source], active), active)
 
     return step
 
@@ -251,13 +232,11 @@ def _atomic(m: Machine, op: Op) -> Step:
         if fences is not None:
             fences.fence()
         address = memory.addresses(op, registers[index], active, count, count)
-        value = registers[source] if active is None else registers[source][..., active]
+        value = _gather(registers[source], active)
         # The elements of a vector are updated separately.
         rows = zip(np.atleast_2d(address), np.atleast_2d(value), strict=True)
         old = np.stack([memory.atomic(op, place, x, active, merge) for place, x in rows]).reshape(value.shape)
-        if active is not None:
-            old = _scatter(old, active, np.zeros((*old.shape[:-1], lanes.count), old.dtype))
-        registers[result] = old
+        registers[result] = _scatter(old, active, lanes.count)
         if fences is not None:
             fences.fence()
 
@@ -265,6 +244,7 @@ def _atomic(m: Machine, op: Op) -> Step:
 
 
 # Asynchronous copies: data is read at once, but written only by the wait for its group, as late as a device might.
+# Groups are counted once for the batch, so all threads of a workgroup must take part.
 
 
 def _async_copy(m: Machine, op: Op) -> Step:
@@ -276,15 +256,15 @@ def _async_copy(m: Machine, op: Op) -> Step:
         active = lanes.active
         value = source.read(op, source.addresses(op, registers[index], active, count, count), active)
         address = target.addresses(op, registers[to], active, count, count)
-        target.expect(op, address, active)
-        m.copies[-1].append(lambda: target.arrive(op, address, value, active))
+        target.start_copy(op, address, active)
+        m.copies[-1].append(lambda: target.finish_copy(op, address, value, active))
 
     return step
 
 
 def _async_commit(m: Machine, op: Op) -> Step:
     def step() -> None:
-        _require_full_groups(m, op)
+        m.lanes.full_groups(op)
         m.copies.append([])
 
     return step
@@ -294,16 +274,11 @@ def _async_wait(m: Machine, op: Op) -> Step:
     pending = op.attrs["pending"]
 
     def step() -> None:
-        _require_full_groups(m, op)
+        m.lanes.full_groups(op)
         while len(m.copies) > pending + 1:
             run(m.copies.pop(0))
 
     return step
-
-
-def _require_full_groups(m: Machine, op: Op) -> None:
-    """Require all threads of a workgroup, since groups of copies are counted once for the batch."""
-    m.lanes.full_groups(op)
 
 
 # Variables. Arrays in registers are never changed in place, so a variable can share the array it is set to.
@@ -441,22 +416,18 @@ def _intrinsic(m: Machine, op: Op) -> Step:
     )
 
 
-def _nothing(m: Machine, op: Op) -> None:
-    """Compile to nothing."""
-
-
 COMPILERS: dict[str, Compiler] = {
-    "const": _const, "thread_id": _thread_id, "lane_id": _lane_id, "subgroup_id": _subgroup_id,
+    "const": _const, "thread_id": _thread_index, "lane_id": _thread_index, "subgroup_id": _thread_index,
     "group_id": _group_id, "group_count": _group_count,
-    "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _ternary,
+    "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _arithmetic,
     "div": _div, "rem": _rem, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
-    "e4m3_halves": _e4m3_halves,
+    "e4m3_halves": lambda m, op: m.apply(op, e4m3_halves),
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "load_once": _load, "prefetch": _nothing, "store": _store,
-    "stream": _store, "atomic": _atomic,
+    "private": _private, "load": _load, "load_streaming": _load, "prefetch": nothing, "store": _store,
+    "store_streaming": _store, "atomic": _atomic,
     "cluster_load": _cluster_load, "cluster_post": _cluster_post,
     "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _get, "set": _set, "loop": _loop, "repeat": _repeat, "if": _if,
-    "intrinsic": _intrinsic, "comment": _nothing,
+    "intrinsic": _intrinsic, "comment": nothing,
 }  # fmt: skip
 """Compilers by opcode, or else by category."""

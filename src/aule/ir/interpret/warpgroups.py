@@ -1,4 +1,4 @@
-"""Interpreted warpgroup products and split barriers.
+"""Interpreted warpgroup products and mbarriers.
 
 Products run at once, but count as unfinished until the wait for their group: reading a variable before that, or
 changing the memory of a factor, is reported.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir.interpret.machine import Compiler, Machine, Product, SplitBarrier, Step, run
+from aule.ir.interpret.machine import Compiler, Machine, MBarrier, Product, Step, nothing, run
 from aule.ir.interpret.memory import Memory
 from aule.ir.interpret.numbers import Array
 from aule.ir.kernel import Op, Value
@@ -115,8 +115,8 @@ def _warpgroup_wait(m: Machine, op: Op) -> Step:
     return step
 
 
-def _warpgroup_meeting(m: Machine, op: Op) -> Step:
-    return lambda: m.split_barriers.update({op.args[0]: SplitBarrier.of(m.lanes.groups)})
+def _mbarrier_init(m: Machine, op: Op) -> Step:
+    return lambda: m.mbarriers.update({op.args[0]: MBarrier.of(m.lanes.groups)})
 
 
 def _slots(m: Machine, op: Op) -> Array:
@@ -125,30 +125,28 @@ def _slots(m: Machine, op: Op) -> Array:
     return np.arange(m.lanes.groups) if slots is None else slots
 
 
-def _warpgroup_arrive(m: Machine, op: Op) -> Step:
+def _mbarrier_arrive(m: Machine, op: Op) -> Step:
     def step() -> None:
-        barrier, slots = m.split_barriers[op.args[0]], _slots(m, op)
+        barrier, slots = m.mbarriers[op.args[0]], _slots(m, op)
         if barrier.arrived[slots].any():
-            raise m.lanes.error(
-                op, int(slots[0]) * m.lanes.workgroup, "a second arrival that nobody has waited between"
-            )
+            raise m.lanes.error(op, int(slots[0]) * m.lanes.workgroup, "a second arrival without a wait in between")
         barrier.arrived[slots] = m.lanes.tick(op)
 
     return step
 
 
-def _warpgroup_await(m: Machine, op: Op) -> Step:
+def _mbarrier_wait(m: Machine, op: Op) -> Step:
     """Order only what came before the arrivals; there is no waiting, since all lanes run in lockstep."""
     lanes, registers, parity = m.lanes, m.registers, m.slot(op.args[2])
 
     def step() -> None:
-        barrier, slots = m.split_barriers[op.args[0]], _slots(m, op)
+        barrier, slots = m.mbarriers[op.args[0]], _slots(m, op)
         times = barrier.arrived[slots].copy()
         first = slots * lanes.workgroup
         if (times == 0).any():
-            raise lanes.error(op, int(first[0]), "a wait for a meeting at which nobody has arrived")
+            raise lanes.error(op, int(first[0]), "a wait for an mbarrier at which no thread has arrived")
         if (registers[parity][first] != barrier.waited[slots] % 2).any():
-            raise lanes.error(op, int(first[0]), "a wait for a meeting of the other parity")
+            raise lanes.error(op, int(first[0]), "a wait for the other parity of an mbarrier")
         barrier.arrived[slots] = 0
         barrier.waited[slots] += 1
         for time in np.unique(times):
@@ -160,12 +158,8 @@ def _warpgroup_await(m: Machine, op: Op) -> Step:
     return step
 
 
-def _nothing(m: Machine, op: Op) -> None:
-    return None
-
-
 COMPILERS: dict[str, Compiler] = {
     "warpgroup_mma": _warpgroup_mma, "warpgroup_commit": _warpgroup_commit, "warpgroup_wait": _warpgroup_wait,
-    "warpgroup_fence": _nothing, "warpgroup_publish": _nothing,
-    "warpgroup_meeting": _warpgroup_meeting, "warpgroup_arrive": _warpgroup_arrive, "warpgroup_await": _warpgroup_await,
+    "warpgroup_fence": nothing, "warpgroup_publish": nothing,
+    "mbarrier_init": _mbarrier_init, "mbarrier_arrive": _mbarrier_arrive, "mbarrier_wait": _mbarrier_wait,
 }  # fmt: skip

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.passes.rewrite import Rewriter
+from dataclasses import replace
 
-_HINTS = ("prefetch", "launch_next", "launch_await")
+from aule.ir.kernel import KernelIR, Op
+from aule.ir.passes.rewrite import Lowered, Rewriter
+
+_DROPPED = ("prefetch", "launch_next", "launch_await")
+_PLAIN = {"load_streaming": "load", "store_streaming": "store"}
 
 
 def hints(kernel: KernelIR) -> KernelIR:
-    """Drop ``prefetch``, ``launch_next`` and ``launch_await``; make ``stream`` a store and ``load_once`` a load."""
-    known = (*_HINTS, "stream", "load_once")
-    return _Hints(kernel).run() if any(op.opcode in known for op in kernel.walk()) else kernel
+    """Drop ``prefetch``, ``launch_next`` and ``launch_await``; make streaming loads and stores plain ones."""
+    found = any(op.opcode in _DROPPED or op.opcode in _PLAIN for op in kernel.walk())
+    return _Hints(kernel).run() if found else kernel
 
 
 class _Hints(Rewriter):
     def __init__(self, kernel: KernelIR) -> None:
         super().__init__(kernel)
-        self.hooks |= dict.fromkeys(_HINTS, self._nothing) | {"stream": self._store, "load_once": self._load}
+        self.hooks |= dict.fromkeys(_DROPPED, lambda op: None) | dict.fromkeys(_PLAIN, self._plain)
 
-    def _nothing(self, op: Op) -> None:
-        """Drop the operation."""
-
-    def _load(self, op: Op) -> Value:
-        assert op.result is not None
-        pointer, index = (self.value(x) for x in op.args)
-        return self.b.emit("load", (pointer, index), op.result.type, **op.attrs)
-
-    def _store(self, op: Op) -> None:
-        pointer, index, value = (self.value(x) for x in op.args)
-        self.b.store(pointer, index, value, op.attrs["align"])
+    def _plain(self, op: Op) -> Lowered | None:
+        return self.clone(replace(op, opcode=_PLAIN[op.opcode]))

@@ -6,6 +6,7 @@ can only address buffers below 4 GiB.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast as typed
 
 from aule.artifact import Param
@@ -34,9 +35,11 @@ class _Int64(Rewriter):
     def __init__(self, kernel: KernelIR) -> None:
         super().__init__(kernel)
         self._offset = 0
-        self._binary = {
-            "add": self._add, "sub": self._sub, "mul": self._mul, "div": self._div, "rem": self._rem, "shl": self._shl,
-            "shr": self._shr, "min": self._extreme, "max": self._extreme,
+        self._binary: dict[str, Callable[[Op, Pair, Pair], Lowered]] = {
+            "add": lambda op, a, b: self._sum(a, b), "sub": lambda op, a, b: self._difference(a, b),
+            "mul": self._mul, "div": lambda op, a, b: self._divided(op, a, b)[0],
+            "rem": lambda op, a, b: self._divided(op, a, b)[1], "shl": self._shl, "shr": self._shr,
+            "min": self._extreme, "max": self._extreme,
         }  # fmt: skip
         self.hooks = {opcode: self._two for opcode, info in OPS.items() if info.category in ("binary", "compare")}
         self.hooks |= {
@@ -77,11 +80,15 @@ class _Int64(Rewriter):
     def _pair(self, old: Value) -> Pair:
         return typed(Pair, self.values[old])
 
+    def _words(self, old: Value) -> list[Value]:
+        """The words of all lanes, as in memory."""
+        low, high = (self.b.unpack(word) for word in self._pair(old))
+        return [word for pair in zip(low, high, strict=True) for word in pair]
+
     def _load(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        if element(op.result.type) not in _WIDE:
+        if element(op.output.type) not in _WIDE:
             return self.clone(op)
-        count = 2 * lanes_of(op.result.type)
+        count = 2 * lanes_of(op.output.type)
         pointer, index = self.value(op.args[0]), self.value(op.args[1]) * 2
         step, align = _pieces(count, op.attrs["align"])
         loads = [self.b.load(pointer, index + i, step, align) for i in range(0, count, step)]
@@ -92,8 +99,7 @@ class _Int64(Rewriter):
         if not _is_wide(op.args[2].type):
             self.clone(op)
             return
-        low, high = (self.b.unpack(v) for v in self._pair(op.args[2]))
-        words = [word for pair in zip(low, high, strict=True) for word in pair]
+        words = self._words(op.args[2])
         pointer, index = self.value(op.args[0]), self.value(op.args[1]) * 2
         step, align = _pieces(len(words), op.attrs["align"])
         for i in range(0, len(words), step):
@@ -107,8 +113,7 @@ class _Int64(Rewriter):
     # -- operations on each word separately ------------------------------------------------------------------------
 
     def _const(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        if element(op.result.type) not in _WIDE:
+        if element(op.output.type) not in _WIDE:
             return self.clone(op)
         return self._constant(int(op.attrs["value"]))
 
@@ -125,8 +130,7 @@ class _Int64(Rewriter):
             if op.opcode == "make_vector":
                 words.append(self.b.vector(args))
             elif op.opcode == "splat":
-                assert op.result is not None
-                words.append(self.b.splat(args[0], lanes_of(op.result.type)))
+                words.append(self.b.splat(args[0], lanes_of(op.output.type)))
             elif op.opcode == "permute":
                 words.append(self.b.permute(args[0], args[1] if len(args) == 2 else None, op.attrs["lanes"]))
             else:
@@ -142,15 +146,14 @@ class _Int64(Rewriter):
         return self.b.select(condition, yes[0], no[0]), self.b.select(condition, yes[1], no[1])
 
     def _var(self, op: Op) -> Lowered | None:
-        assert op.result is not None and isinstance(op.result.type, Ref)
-        if not _is_wide(op.result.type.target):
+        assert isinstance(op.output.type, Ref)
+        if not _is_wide(op.output.type.target):
             return self.clone(op)
-        names = [f"{op.result.hint}_{half}" if op.result.hint else "" for half in ("low", "high")]
+        names = [f"{op.output.hint}_{half}" if op.output.hint else "" for half in ("low", "high")]
         return tuple(self.b.var(w, name).ref for w, name in zip(self._pair(op.args[0]), names, strict=True))
 
     def _get(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        return tuple(self.b.get(r) for r in self._pair(op.args[0])) if _is_wide(op.result.type) else self.clone(op)
+        return tuple(self.b.get(r) for r in self._pair(op.args[0])) if _is_wide(op.output.type) else self.clone(op)
 
     def _set(self, op: Op) -> None:
         if not _is_wide(op.args[1].type):
@@ -202,12 +205,6 @@ class _Int64(Rewriter):
 
     def _as_signed(self, word: Value) -> Value:
         return self.b.bitcast(word, vector_type(i32, lanes_of(word.type)))
-
-    def _add(self, op: Op, a: Pair, b: Pair) -> Lowered:
-        return self._sum(a, b)
-
-    def _sub(self, op: Op, a: Pair, b: Pair) -> Lowered:
-        return self._difference(a, b)
 
     def _sum(self, a: Pair, b: Pair) -> Pair:
         low = a[0] + b[0]
@@ -262,12 +259,6 @@ class _Int64(Rewriter):
 
     # -- division --------------------------------------------------------------------------------------------------
 
-    def _div(self, op: Op, a: Pair, b: Pair) -> Lowered:
-        return self._divided(op, a, b)[0]
-
-    def _rem(self, op: Op, a: Pair, b: Pair) -> Lowered:
-        return self._divided(op, a, b)[1]
-
     def _divided(self, op: Op, a: Pair, b: Pair) -> tuple[Pair, Pair]:
         signed, lanes = _signed(op.args[0].type), lanes_of(op.args[0].type)
         results = []
@@ -312,8 +303,7 @@ class _Int64(Rewriter):
     # -- conversion ------------------------------------------------------------------------------------------------
 
     def _cast(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        source, target = element(op.args[0].type), element(op.result.type)
+        source, target = element(op.args[0].type), element(op.output.type)
         if source in _WIDE and target in _WIDE:
             return self._pair(op.args[0])
         if source in _WIDE:
@@ -347,13 +337,13 @@ class _Int64(Rewriter):
         lifted = low, high
         exponent = self.b.splat(self.b.const(127 + 32, u32), lanes)
         for step in (32, 16, 8, 4, 2, 1):
-            empty = lifted[1] < (1 << (32 - step)) if step < 32 else self.b.eq(lifted[1], 0)
             if step == 32:
-                moved = lifted[0], self._constant(0, lanes)[0]
-                lifted = self._choose(empty, (moved[1], moved[0]), lifted)
+                empty = self.b.eq(lifted[1], 0)
+                moved = self._constant(0, lanes)[0], lifted[0]
             else:
+                empty = lifted[1] < (1 << (32 - step))
                 moved = lifted[0] << step, (lifted[1] << step) | (lifted[0] >> (32 - step))
-                lifted = self._choose(empty, moved, lifted)
+            lifted = self._choose(empty, moved, lifted)
             exponent = self.b.select(empty, exponent - step, exponent)
         leading = lifted[1] | self.b.cast(self.b.ne(lifted[0], 0), u32)
         scale = self.b.bitcast(exponent << 23, vector_type(f32, lanes))
@@ -361,14 +351,12 @@ class _Int64(Rewriter):
         return self.b.select(self._as_signed(pair[1]) < 0, -number, number) if signed else number
 
     def _bitcast(self, op: Op) -> Lowered | None:
-        assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
-        source, target = op.args[0], op.result.type
+        assert isinstance(op.output.type, Scalar | Vector)
+        source, target = op.args[0], op.output.type
         if _is_wide(source.type) and _is_wide(target):
             return self._pair(source)
         if _is_wide(source.type):
-            low, high = (self.b.unpack(v) for v in self._pair(source))
-            words = [word for pair in zip(low, high, strict=True) for word in pair]
-            return self.b.bitcast(self.b.vector(words), target)
+            return self.b.bitcast(self.b.vector(self._words(source)), target)
         if not _is_wide(target):
             return self.clone(op)
         words = self.b.unpack(self.b.bitcast(self.value(source), Vector(u32, 2 * lanes_of(target))))

@@ -36,18 +36,17 @@ class _NarrowVectors(Rewriter):
         return lanes_of(type_) // self._max if lanes_of(type_) > self._max else 1
 
     def _lanewise(self, op: Op) -> Lowered | None:
-        assert op.result is not None
         pieces = max(self._pieces(a.type) for a in op.args)
         if pieces == 1:
             return self.clone(op)
-        type_ = Vector(element(op.result.type), self._max)
+        type_ = Vector(element(op.output.type), self._max)
         # A scalar operand (the condition of a select) is used for every piece.
         args = [self.parts(a) * (pieces if self._pieces(a.type) == 1 else 1) for a in op.args]
         return tuple(self.b.emit(op.opcode, tuple(a[i] for a in args), type_, **op.attrs) for i in range(pieces))
 
     def _bitcast(self, op: Op) -> Lowered | None:
-        assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
-        source, target = op.args[0], op.result.type
+        assert isinstance(op.output.type, Scalar | Vector)
+        source, target = op.args[0], op.output.type
         pieces = max(self._pieces(source.type), self._pieces(target))
         if pieces == 1:
             return self.clone(op)
@@ -76,8 +75,7 @@ class _NarrowVectors(Rewriter):
         return tuple(self.b.vector(lanes[i : i + self._max]) for i in range(0, len(lanes), self._max))
 
     def _splat(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        pieces = self._pieces(op.result.type)
+        pieces = self._pieces(op.output.type)
         if pieces == 1:
             return self.clone(op)
         return (self.b.splat(self.value(op.args[0]), self._max),) * pieces
@@ -95,8 +93,7 @@ class _NarrowVectors(Rewriter):
         return self._grouped([used[i] for i in op.attrs["lanes"]])
 
     def _load(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        pieces = self._pieces(op.result.type)
+        pieces = self._pieces(op.output.type)
         if pieces == 1:
             return self.clone(op)
         pointer, index = self.value(op.args[0]), self.value(op.args[1])
@@ -121,11 +118,11 @@ class _NarrowVectors(Rewriter):
         return self._grouped([self.b.atomic(op.attrs["kind"], pointer, index + i, x) for i, x in enumerate(lanes)])
 
     def _var(self, op: Op) -> Lowered | None:
-        assert op.result is not None and isinstance(op.result.type, Ref)
+        assert isinstance(op.output.type, Ref)
         parts = self.parts(op.args[0])
         if len(parts) == 1:
             return self.clone(op)
-        return tuple(self.b.var(part, op.result.hint).ref for part in parts)
+        return tuple(self.b.var(part, op.output.hint).ref for part in parts)
 
     def _get(self, op: Op) -> Lowered | None:
         refs = self.parts(op.args[0])

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from aule.artifact import Param
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.passes.rewrite import Lowered, Rewriter, joined
 from aule.ir.types import Pointer, Scalar, element, i32, lanes_of, u8, u16, u32
 
 
@@ -49,9 +49,8 @@ class _PackMemory(Rewriter):
     def _load(self, op: Op) -> Lowered | None:
         if not self._is_packed(op.args[0].type):
             return self.clone(op)
-        assert op.result is not None
         pointer, index = self.value(op.args[0]), self.value(op.args[1])
-        elem, lanes, align = element(op.result.type), lanes_of(op.result.type), int(op.attrs["align"])
+        elem, lanes, align = element(op.output.type), lanes_of(op.output.type), int(op.attrs["align"])
         per = 32 // elem.bits
         if lanes % per == 0 and align % per == 0:
             words = self.b.unpack(self.b.load(pointer, self._word(index, per), lanes // per, align // per))
@@ -73,10 +72,10 @@ class _PackMemory(Rewriter):
         parts = [self._to_bits(v, elem) for v in self.b.unpack(value)]
         per, lanes = 32 // elem.bits, len(parts)
         if lanes % per == 0 and align % per == 0:
-            words = [self._joined(parts[i : i + per], elem) for i in range(0, lanes, per)]
+            words = [joined(parts[i : i + per], elem.bits) for i in range(0, lanes, per)]
             self.b.store(pointer, self._word(index, per), self.b.vector(words), align // per)
         elif lanes < per and align % lanes == 0:
-            self._replace(pointer, index, self._joined(parts, elem), elem, lanes)
+            self._replace(pointer, index, joined(parts, elem.bits), elem, lanes)
         else:
             for i, part in enumerate(parts):
                 self._replace(pointer, index + i, part, elem, 1)
@@ -98,12 +97,6 @@ class _PackMemory(Rewriter):
 
     def _shift(self, index: Value, elem: Scalar) -> Value:
         return self.b.cast(self.b.cast(index, i32) & (32 // elem.bits - 1), u32) * elem.bits
-
-    def _joined(self, parts: list[Value], elem: Scalar) -> Value:
-        word = parts[0]
-        for i, part in enumerate(parts[1:], 1):
-            word = word | (part << (i * elem.bits))
-        return word
 
     def _from_bits(self, word: Value, elem: Scalar) -> Value:
         """The element in the low bits of a word."""

@@ -80,19 +80,16 @@ class PassBuilder(Builder):
             return self.const(0, type_)
         return super()._fold(opcode, left, right)
 
-    def _append(
-        self,
-        opcode: str,
-        args: tuple[Value, ...],
-        type_: Type | None,
-        blocks: tuple[list[Op], ...],
-        attrs: dict[str, Any],
-    ) -> Op:
-        op = Op(opcode, args, attrs, None, blocks, self.where)
-        if type_ is not None:
-            op.result = Value(type_, op, "", self)
-        self._block.append(op)
-        return op
+    def _location(self) -> Location | None:
+        return self.where
+
+
+def joined(parts: Sequence[Value], bits: int) -> Value:
+    """A word made of parts of ``bits`` bits each, the lowest first."""
+    word = parts[0]
+    for i, part in enumerate(parts[1:], 1):
+        word = word | (part << (i * bits))
+    return word
 
 
 class Rewriter:
@@ -136,7 +133,6 @@ class Rewriter:
     # -- cloning ---------------------------------------------------------------------------------------------------
 
     def run(self) -> KernelIR:
-        """Rewrite the kernel."""
         for param in self.kernel.params:
             self.parameter(param)
         for old in self.kernel.shared:
@@ -186,14 +182,13 @@ class Rewriter:
         args = tuple(self.value(a) for a in op.args)
         if OPS[op.opcode].category in ("binary", "compare"):
             return self.b.binary(op.opcode, *args)
-        if op.opcode == "cast" and op.result is not None and not isinstance(op.result.type, Fragment):
-            return self.b.cast(args[0], element(op.result.type))
+        if op.opcode == "cast" and not isinstance(op.output.type, Fragment):
+            return self.b.cast(args[0], element(op.output.type))
         type_ = None if op.result is None else self.retype(op.result.type)
         result = self.b.emit(op.opcode, args, type_, **op.attrs)
         return None if type_ is None else result
 
     def clone_loop(self, op: Op) -> None:
-        """Copy a loop."""
         start, stop, step = (self.value(a) for a in op.args)
         index: Value = op.attrs["index"]
         with self.b.loop(start, stop, step, unroll=op.attrs["unroll"], name=index.hint) as new:
@@ -201,7 +196,6 @@ class Rewriter:
             self.block(op.blocks[0])
 
     def clone_if(self, op: Op) -> None:
-        """Copy an ``if``."""
         with self.b.if_(self.value(op.args[0])):
             self.block(op.blocks[0])
         if op.blocks[1]:

@@ -15,17 +15,12 @@ from aule.ir.types import Fragment, Pointer, bool_, element, f16, f32
 def round_half(kernel: KernelIR, widen: Convert | None = None) -> KernelIR:
     """Round numbers by integer arithmetic before casts to f16, unless the result is only stored to buffers.
 
-    Parameters
-    ----------
-    kernel : KernelIR
-        Not changed.
-    widen : callable, optional
-        A built-in of the language that converts fp16 bits exactly, as for `soft_half`.
+    ``widen`` is the language's own exact conversion of fp16 bits, as in `soft_half`.
     """
     return _RoundHalf(kernel, widen).run()
 
 
-def returning(kernel: KernelIR) -> dict[Op, Value]:
+def casts_used_in_registers(kernel: KernelIR) -> dict[Op, Value]:
     """Casts to f16 whose results are used for more than stores to buffers, with these results."""
     used = {
         value
@@ -49,11 +44,11 @@ class _RoundHalf(Rewriter):
     def __init__(self, kernel: KernelIR, widen: Convert | None) -> None:
         super().__init__(kernel)
         self._widen = widen
-        self._returning = returning(kernel)
+        self._casts = casts_used_in_registers(kernel)
         self.hooks["cast"] = self._cast
 
     def _cast(self, op: Op) -> Lowered | None:
-        if op not in self._returning:
+        if op not in self._casts:
             return self.clone(op)
         bits = float_to_half(self.b, self.b.cast(self.value(op.args[0]), f32))
         if self._widen is None:

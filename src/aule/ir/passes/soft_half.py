@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from aule.ir.builder import Builder
+from aule.ir.constants import float_bits
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
 from aule.ir.passes.rewrite import Lowered, Rewriter
@@ -43,20 +42,9 @@ def soft_half(
 ) -> KernelIR:
     """Replace registers and memory of the types in ``soft`` (f16, bf16) by their bits.
 
-    Parameters
-    ----------
-    kernel : KernelIR
-        Not changed.
-    soft : iterable of Scalar
-        The types to replace.
-    half_to_float : callable, optional
-        A built-in of the language that converts fp16 exactly: u32 with fp16 bits in its low half to f32 (scalars).
-        Without it, integer arithmetic is used.
-    float_to_bfloat : callable, optional
-        A built-in of the language that rounds to bf16: f32 to u16 of the same shape. Without it, integer arithmetic is
-        used.
-    pairs : bool
-        Convert vectors of bf16 in words of two, for compilers that do not remove the shifts of single halves.
+    A language's own conversions, if given, replace integer arithmetic: ``half_to_float`` takes a u32 with fp16 bits in
+    its low half to f32, exactly (scalars); ``float_to_bfloat`` rounds f32 to a u16 of the same shape. With ``pairs``,
+    vectors of bf16 are converted in words of two, for compilers that do not remove the shifts of single halves.
     """
     return _SoftHalf(kernel, frozenset(soft), half_to_float, float_to_bfloat, pairs).run()
 
@@ -79,12 +67,9 @@ class _SoftHalf(Rewriter):
             if info.category in ("unary", "binary", "compare") or opcode == "fma":
                 self.hooks[opcode] = self._arithmetic
         self.hooks |= {
-            "const": self._const,
-            "cast": self._cast,
-            "bitcast": self._bitcast,
-            "neg": self._neg,
-            "abs": self._abs,
-        }
+            "const": self._const, "cast": self._cast, "bitcast": self._bitcast,
+            "neg": lambda op: self._sign(op, "xor", 0x8000), "abs": lambda op: self._sign(op, "and", 0x7FFF),
+        }  # fmt: skip
 
     def register(self, type_: ValueType) -> ValueType:
         return with_element(type_, u16) if self._is_soft(type_) else type_
@@ -97,26 +82,18 @@ class _SoftHalf(Rewriter):
         return isinstance(type_, Scalar | Vector) and element(type_) in self._soft
 
     def _const(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        if not self._is_soft(op.result.type):
+        if not self._is_soft(op.output.type):
             return self.clone(op)
-        return self.b.const(bits_of(op.attrs["value"], element(op.result.type)), u16)
+        return self.b.const(float_bits(op.attrs["value"], element(op.output.type)), u16)
 
     def _arithmetic(self, op: Op) -> Lowered | None:
         if not self._is_soft(op.args[0].type):
             return self.clone(op)
-        assert op.result is not None
         args = tuple(self._widen(a) for a in op.args)
         if OPS[op.opcode].category == "compare":
             return self.b.binary(op.opcode, *args)
         result = self.b.emit(op.opcode, args, args[0].type)
-        return self._narrow(result, element(op.result.type))
-
-    def _neg(self, op: Op) -> Lowered | None:
-        return self._sign(op, "xor", 0x8000)
-
-    def _abs(self, op: Op) -> Lowered | None:
-        return self._sign(op, "and", 0x7FFF)
+        return self._narrow(result, element(op.output.type))
 
     def _sign(self, op: Op, opcode: str, bits: int) -> Lowered | None:
         if not self._is_soft(op.args[0].type):
@@ -124,8 +101,7 @@ class _SoftHalf(Rewriter):
         return self.b.binary(opcode, self.value(op.args[0]), bits)
 
     def _cast(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        source, target = op.args[0], op.result.type
+        source, target = op.args[0], op.output.type
         if isinstance(target, Fragment) or not (self._is_soft(source.type) or self._is_soft(target)):
             return self.clone(op)
         value = self._widen(source) if self._is_soft(source.type) else self.value(source)
@@ -135,8 +111,8 @@ class _SoftHalf(Rewriter):
         return self._narrow(self.b.cast(value, f32), element(target))
 
     def _bitcast(self, op: Op) -> Lowered | None:
-        assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
-        return self.b.bitcast(self.value(op.args[0]), self.register(op.result.type))
+        assert isinstance(op.output.type, Scalar | Vector)
+        return self.b.bitcast(self.value(op.args[0]), self.register(op.output.type))
 
     def _widen(self, old: Value) -> Value:
         if self._pairs and element(old.type) != f16 and lanes_of(old.type) > 1 and not _made_of_scalars(old):
@@ -205,14 +181,3 @@ def half_to_float(b: Builder, bits: Value) -> Value:
 
 def _all(b: Builder, value: int, like: Value) -> Value:
     return b.splat(b.const(value, u32), lanes_of(like.type))
-
-
-def bits_of(value: float, elem: Scalar) -> int:
-    """The bits of a constant rounded to fp16 or bf16."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if elem == f16:
-            return int(np.array(value, np.float16).view(np.uint16))
-        bits = int(np.array(value, np.float32).view(np.uint32))
-    if bits & 0x7FFFFFFF > 0x7F800000:
-        return (bits >> 16) | 0x40
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from aule.ir.constants import wrap
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.passes.rewrite import Lowered, Rewriter, joined
 from aule.ir.types import (
     Pointer,
     Scalar,
@@ -38,15 +38,11 @@ class _WidenInt(Rewriter):
     def __init__(self, kernel: KernelIR, small: frozenset[Scalar]) -> None:
         super().__init__(kernel)
         self._small = small
-        self.hooks = {
-            "const": self._const,
-            "cast": self._cast,
-            "bitcast": self._bitcast,
-            "load": self._load,
+        self.hooks |= dict.fromkeys(_OVERFLOWING, self._wrapped)
+        self.hooks |= {
+            "const": self._const, "cast": self._cast, "bitcast": self._bitcast, "load": self._load,
             "store": self._store,
-        }
-        for opcode in _OVERFLOWING:
-            self.hooks[opcode] = self._wrapped
+        }  # fmt: skip
 
     def register(self, type_: ValueType) -> ValueType:
         return with_element(type_, self._wide(element(type_))) if self._is_small(type_) else type_
@@ -63,16 +59,15 @@ class _WidenInt(Rewriter):
         return elem if elem not in self._small else i32 if elem.is_signed else u32
 
     def _const(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        elem = element(op.result.type)
+        elem = element(op.output.type)
         if elem not in self._small:
             return self.clone(op)
         return self.b.const(wrap(int(op.attrs["value"]), elem), self._wide(elem))
 
     def _wrapped(self, op: Op) -> Lowered | None:
         new = self.clone(op)
-        assert op.result is not None and isinstance(new, Value)
-        return self._wrap(new, element(op.result.type))
+        assert isinstance(new, Value)
+        return self._wrap(new, element(op.output.type))
 
     def _wrap(self, value: Value, elem: Scalar) -> Value:
         """Wrap a 32-bit value to the range of ``elem``."""
@@ -83,8 +78,7 @@ class _WidenInt(Rewriter):
         return value & ((1 << elem.bits) - 1)
 
     def _cast(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        value, elem = self.value(op.args[0]), element(op.result.type)
+        value, elem = self.value(op.args[0]), element(op.output.type)
         if elem not in self._small:
             return self.b.cast(value, elem)
         if element(value.type).is_float:
@@ -93,19 +87,17 @@ class _WidenInt(Rewriter):
         return self._wrap(self.b.cast(value, self._wide(elem)), elem)
 
     def _load(self, op: Op) -> Lowered | None:
-        assert op.result is not None
         pointer = self.value(op.args[0])
-        type_ = with_element(op.result.type, element(pointer.type))  # type: ignore[arg-type]
+        type_ = with_element(op.output.type, element(pointer.type))  # type: ignore[arg-type]
         loaded = self.b.emit("load", (pointer, self.value(op.args[1])), type_, **op.attrs)
-        return self.b.cast(loaded, self._wide(element(op.result.type)))
+        return self.b.cast(loaded, self._wide(element(op.output.type)))
 
     def _store(self, op: Op) -> None:
         pointer, index, value = (self.value(a) for a in op.args)
         self.b.store(pointer, index, self.b.cast(value, element(pointer.type)), op.attrs["align"])
 
     def _bitcast(self, op: Op) -> Lowered | None:
-        assert op.result is not None
-        source, target = op.args[0].type, op.result.type
+        source, target = op.args[0].type, op.output.type
         assert isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
         if not (self._is_small(source) or self._is_small(target)):
             return self.clone(op)
@@ -119,13 +111,7 @@ class _WidenInt(Rewriter):
         if elem in self._small:
             lanes = [b.cast(v, u32) & ((1 << elem.bits) - 1) for v in b.unpack(value)]
             per = 32 // elem.bits
-            words = []
-            for i in range(0, len(lanes), per):
-                word = lanes[i]
-                for k, lane in enumerate(lanes[i + 1 : i + per], 1):
-                    word = word | (lane << (k * elem.bits))
-                words.append(word)
-            return words
+            return [joined(lanes[i : i + per], elem.bits) for i in range(0, len(lanes), per)]
         if elem.bits == 16:
             lanes = b.unpack(value)
             lanes += [b.const(0, elem)] * (len(lanes) % 2)

@@ -94,8 +94,8 @@ class WarpgroupProduct:
         self.left = CopiedFactor(self, left, blocks.rows, STAGES * self.right.shape.elements)
         elements = self.left.shape.elements + self.right.shape.elements
         self.memory = b.shared("stages", self.engine.elem, STAGES * elements)
-        self.barrier = b.shared("meeting", u64, 1)
-        b.warpgroup_meeting(self.barrier)
+        self.barrier = b.shared("mbarrier", u64, 1)
+        b.mbarrier_init(self.barrier)
         b.barrier()
         self.out = Stored(p, config.out, "write")
         self.down = (self.m + (blocks.rows - 1)) // blocks.rows
@@ -127,7 +127,7 @@ class WarpgroupProduct:
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
             with b.loop(0, self.k, self.blocks.depth, name="depth"):
                 now = stage.value
-                b.warpgroup_await(self.barrier, 0, now & 1)  # all threads have arrived for this step
+                b.mbarrier_wait(self.barrier, 0, now & 1)  # all threads have arrived for this step
                 self.multiply(now)
                 copy_next((now + 2) & (STAGES - 1))
                 b.warpgroup_wait(1)
@@ -140,7 +140,7 @@ class WarpgroupProduct:
         """Arrive at the barrier: this thread's products but the latest, and its copies but the latest, are complete."""
         self.b.async_wait(1)
         self.b.warpgroup_publish()
-        self.b.warpgroup_arrive(self.barrier)
+        self.b.mbarrier_arrive(self.barrier)
 
     def multiply(self, stage: Value) -> None:
         b, config = self.b, self.config

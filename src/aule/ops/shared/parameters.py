@@ -31,11 +31,11 @@ class Parameters:
             self._known[name] = self.b.scalar(name, type_)
         return self._known[name]
 
-    def buffer(self, name: str, elem: Scalar, access: Access = "read", lasting: bool = False) -> Value:
-        """A buffer parameter; for ``lasting`` see `aule.artifact.Param`."""
+    def buffer(self, name: str, elem: Scalar, access: Access = "read", evict_last: bool = False) -> Value:
+        """A buffer parameter; for ``evict_last`` see `aule.artifact.Param`."""
         key = f"{name}_ptr"
         if key not in self._known:
-            self._known[key] = self.b.buffer(key, elem, access, lasting)
+            self._known[key] = self.b.buffer(key, elem, access, evict_last)
         return self._known[key]
 
     def strided(self, name: str, *indices: Value) -> Value:

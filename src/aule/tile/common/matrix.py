@@ -90,7 +90,7 @@ class Matrix:
         return b.vector([self.load(b, start, col + i, cols_padded) for i in range(width)])
 
     def _read(self, b: Builder, index: Value, width: int) -> Value:
-        return (b.load_once if self.once else b.load)(self.buffer, index, width)
+        return (b.load_streaming if self.once else b.load)(self.buffer, index, width)
 
     def load(self, b: Builder, start: Value, col: Value, cols_padded: int) -> Value:
         """One element of the row that begins at ``start``, as in `load_quad`."""

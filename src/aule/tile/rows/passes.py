@@ -401,7 +401,7 @@ class Passes:
                 b.store(array.buffer, start + b.cast(col + i, index) * array.stride, x)
             return
         if count == self.shape.width:
-            store = b.stream if array.stream else b.store
+            store = b.store_streaming if array.stream else b.store
             store(array.buffer, start + b.cast(col, index), value, align=self._alignment(array))
             return
         for i, run in binary_runs(count):

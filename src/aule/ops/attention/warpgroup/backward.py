@@ -105,8 +105,8 @@ class _Keys(KeysKernel, ABC):
         self.ds_start = self.other_start + shape.stages * self.stage_size
         self.memory = b.shared("tiles", engine.elem, shape.backward_elements(*dims))
         self.own_keys()
-        self.meeting = b.shared("meeting", u64, 1)
-        b.warpgroup_meeting(self.meeting)
+        self.mbarrier = b.shared("mbarrier", u64, 1)
+        b.mbarrier_init(self.mbarrier)
         self.parity = b.var(b.const(0, i32), "parity")
         # The warpgroup's keys, and its number among those that share them.
         down, self.part = divmod_const(b, engine.group, shape.columns)
@@ -362,10 +362,10 @@ class _Narrow(_Keys):
             self._land(head_pass, tile + 2, tile + 1)
         else:
             b.warpgroup_publish()
-        b.warpgroup_arrive(self.meeting)
+        b.mbarrier_arrive(self.mbarrier)
         if more:
             self._start_scores(tile + 1, 0, 0)
-        b.warpgroup_await(self.meeting, 0, self.parity.value)
+        b.mbarrier_wait(self.mbarrier, 0, self.parity.value)
         self.parity.value = self.parity.value ^ 1
         if more:
             self.fetch_numbers(head_pass.head, head_pass.number(tile + 2), head_pass.fetched)
@@ -435,11 +435,11 @@ class _Wide(_Keys):
             self._start_scores(tile + 1, 0, 0)
         b.warpgroup_wait(int(more))
         if more:
-            b.warpgroup_arrive(self.meeting)  # this tile's rows are read
+            b.mbarrier_arrive(self.mbarrier)  # this tile's rows are read
         if self.config.sums:
             self._add_queries(head_pass, tile)
         if more:
-            b.warpgroup_await(self.meeting, 0, self.parity.value)
+            b.mbarrier_wait(self.mbarrier, 0, self.parity.value)
             self.parity.value = self.parity.value ^ 1
             self.fetch_numbers(head_pass.head, head_pass.number(tile + 2), head_pass.fetched)
             with b.if_(tile + 2 < head_pass.last):

@@ -63,8 +63,8 @@ class _Forward(TileScores):
         self.v_panels = PanelShape(shape.block_kv, config.value_dim)
         self.k_size, self.v_size = self.k_panels.elements, self.v_panels.elements
         self.memory = b.shared("tiles", engine.elem, shape.tile_elements(config.head_dim, config.value_dim))
-        self.meeting = b.shared("meeting", u64, 1)
-        b.warpgroup_meeting(self.meeting)
+        self.mbarrier = b.shared("mbarrier", u64, 1)
+        b.mbarrier_init(self.mbarrier)
         self.k_start = b.const(self.q_panels.elements, i32)
         self.v_start = self.k_start + shape.stages * self.k_size
         self.k_depth = padded(config.head_dim, SIZE) // SIZE
@@ -167,7 +167,7 @@ class _Forward(TileScores):
         with b.loop(start + 1, self.count, name="tile") as i:
             tiles = self._upcoming(i)
             b.comment("S = Q K^T, and O = O + P V of the tile before")
-            b.warpgroup_await(self.meeting, 0, (i - (start + 1)) & 1)
+            b.mbarrier_wait(self.mbarrier, 0, (i - (start + 1)) & 1)
             before = v_slot.value
             k_slot.value, v_slot.value = self._slot(k_slot.value, stages), self._slot(before, stages + 1)
             b.warpgroup_fence()
@@ -180,7 +180,7 @@ class _Forward(TileScores):
             self._arrive(i, v_slot.value)
             row_terms = self._modify_tile(state.S, tiles[0], i, bits)
             self._softmax(state, tiles[0], row_terms, running=True)
-        b.warpgroup_await(self.meeting, 0, (self.count - (start + 1)) & 1)
+        b.mbarrier_wait(self.mbarrier, 0, (self.count - (start + 1)) & 1)
         b.warpgroup_fence()
         self._start_output(state, self._memory_of(v_slot.value)[1])
         b.warpgroup_wait()
@@ -336,7 +336,7 @@ class _Forward(TileScores):
             with nullcontext() if self.config.everywhere else b.if_(self._is_edge(i)):
                 self._check_own_values(self._memory_of(v_slot)[1], self.found)
         b.warpgroup_publish()
-        b.warpgroup_arrive(self.meeting)
+        b.mbarrier_arrive(self.mbarrier)
 
     def _publish(self) -> None:
         self.b.warpgroup_publish()
