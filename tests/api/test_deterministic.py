@@ -134,7 +134,7 @@ def test_gradients_of_tensors(switch: Callable[[bool], None], monkeypatch: pytes
     def gradients(self: Host, call: Any) -> Any:
         if not isinstance(call, Backward):
             return compute(self, call)
-        seen.append(call.asked.deterministic)
+        seen.append(call.options.deterministic)
         return tuple(call.tensors[name].clone() for name in "qkv")
 
     monkeypatch.setattr(Host, "compute", gradients)

@@ -98,11 +98,11 @@ class Forward(Call):
     ----------
     training : bool or None
         Whether gradients will follow, which NumPy does not have; None if they cannot.
-    known : hashable, optional
-        The key of `quick`, where the caller has it.
+    key : hashable, optional
+        Its `repeat_key`, if the caller has it.
     """
 
-    __slots__ = ("asked", "training")
+    __slots__ = ("options", "training")
 
     def __init__(
         self,
@@ -111,24 +111,24 @@ class Forward(Call):
         v: Tensor,
         options: AttentionOptions,
         training: bool | None = None,
-        known: Hashable | None = None,
+        key: Hashable | None = None,
     ) -> None:
         options = keyed(OP, options)
-        self.op, self.asked, self.training, self.backend = OP, options, training, options.backend
+        self.op, self.options, self.training, self.backend = OP, options, training, options.backend
         self.tensors = operands(q, k, v, options)
         self.given = {} if options.out is None else {"o": options.out}
-        self.options = ("attention", *_forward_key(options))
+        self.option_key = ("attention", *_forward_key(options))
         self.results = ("o", "lse")[: 1 + options.return_lse]
-        self.quick = None if "seed" in self.tensors else known or quick(q, k, v, options, training)[0]
+        self.repeat_key = None if "seed" in self.tensors else key or repeat_key(q, k, v, options, training)[0]
 
     def bind(self, view: ViewOf) -> Bound:
-        problem, found = problem_of(self.tensors, self.asked, view)
+        problem, found = problem_of(self.tensors, self.options, view)
         q = self.tensors["q"]
         out = fresh_view(problem.dtype, found.out_shape)
         if self.given:
             out = view(checked_out(self.given["o"], found.out_shape, q), "out", OP, "q")
         outputs = [Output("o", q.dtype, found.out_shape)]
-        if self.asked.return_lse:
+        if self.options.return_lse:
             outputs.append(Output("lse", work_dtype(q), found.lse_shape))
         return Bound(problem, named(found, four_axes(out)), tuple(outputs))
 
@@ -145,7 +145,7 @@ class Forward(Call):
         return gradient_device(q, self.backend, self.training, foreign)
 
     def through_host(self, device: Device | None) -> Results:
-        problem, found = problem_of(self.tensors, self.asked, view_on_host)
+        problem, found = problem_of(self.tensors, self.options, view_on_host)
         q = self.tensors["q"]
         out = self.given.get("o")
         out = q.new_empty(found.out_shape) if out is None else written(checked_out(out, found.out_shape, q))
@@ -157,7 +157,7 @@ class Forward(Call):
         return (shares_memory if on_host else lies_over) if self.given else None
 
     def moved(self, tensors: dict[str, Tensor]) -> Forward:
-        return Forward(tensors["q"], tensors["k"], tensors["v"], on_copies(self.asked, tensors), self.training)
+        return Forward(tensors["q"], tensors["k"], tensors["v"], on_copies(self.options, tensors), self.training)
 
 
 def on_copies(options: AttentionOptions, tensors: Mapping[str, Tensor]) -> AttentionOptions:
@@ -166,7 +166,7 @@ def on_copies(options: AttentionOptions, tensors: Mapping[str, Tensor]) -> Atten
     return options._replace(out=None, **arrays)
 
 
-def quick(
+def repeat_key(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, training: bool | None = None
 ) -> tuple[Hashable, Sequence[Tensor]]:
     """Key and tensors under which a forward pass may be repeated: the options themselves if they hold no tensors."""
@@ -191,20 +191,20 @@ class Saved(NamedTuple):
 class Backward(Call):
     """Gradients of q, k and v and, where they are wanted, of what is added to the scores (``ds``)."""
 
-    __slots__ = ("asked", "scores")
+    __slots__ = ("options", "scores")
 
     def __init__(self, saved: Saved, options: AttentionOptions, scores: bool) -> None:
         options = keyed(OP, options)._replace(return_lse=True, out=None)
-        self.op, self.asked, self.scores, self.backend = OP, options, scores, options.backend
+        self.op, self.options, self.scores, self.backend = OP, options, scores, options.backend
         self.tensors = operands(saved.q, saved.k, saved.v, options)
         self.tensors |= {"o": saved.out, "lse": saved.lse, "do": saved.dout}
         self.given = {}
-        self.options = ("attention gradients", *_backward_key(options), scores)
-        self.quick = (self.options, self.backend, tuple(self.tensors))
+        self.option_key = ("attention gradients", *_backward_key(options), scores)
+        self.repeat_key = (self.option_key, self.backend, tuple(self.tensors))
         self.results = ("dq", "dk", "dv", "ds")[: 3 + scores]
 
     def bind(self, view: ViewOf) -> Bound:
-        problem, found = problem_of(self.tensors, self.asked, view)
+        problem, found = problem_of(self.tensors, self.options, view)
         results = {name: four_axes(view(self.tensors[name], name, OP, "q")) for name in ("o", "do")}
         views: dict[str, TensorView] = named(found, results["o"]) | {"do": results["do"]}
         outputs = []
@@ -232,7 +232,7 @@ class Backward(Call):
 
     def through_host(self, device: Device | None) -> Results:
         assert device is not None  # NumPy is refused by `gradient_device`
-        problem, found = problem_of(self.tensors, self.asked, view_on_host)
+        problem, found = problem_of(self.tensors, self.options, view_on_host)
         out, dout = (four_axes(view_on_host(self.tensors[name], name)) for name in ("o", "do"))
         lse = self.tensors["lse"]
         ds = None
@@ -248,7 +248,7 @@ class Backward(Call):
 
     def moved(self, tensors: dict[str, Tensor]) -> Backward:
         saved = Saved(*(tensors[name] for name in ("q", "k", "v", "o", "lse", "do")))
-        return Backward(saved, on_copies(self.asked, tensors), self.scores)
+        return Backward(saved, on_copies(self.options, tensors), self.scores)
 
 
 def gradient_device(q: Tensor, spec: str | None, training: bool, foreign: bool) -> Device | None:

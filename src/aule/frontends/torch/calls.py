@@ -68,28 +68,28 @@ class Call(ABC):
         Operands by buffer name, the one that decides the route first.
     given : dict
         Results that go to the caller's memory (``out=``, ``inplace=True``), by buffer name.
-    options : tuple
+    option_key : tuple
         Everything else that decides the result, hashable.
     backend : str or None
         The backend that the caller asked for.
     results : tuple of str
         Buffer names of what `Route.compute` returns, in order; None is returned for those that are not made.
-    quick : hashable or None
+    repeat_key : hashable or None
         Key under which `repeated` remembers the call; None if it must not.
     """
 
     indices: tuple[str, ...] = ()
     """Operands that may be on the host while the others are on a device."""
 
-    __slots__ = ("backend", "given", "op", "options", "quick", "results", "tensors")
+    __slots__ = ("backend", "given", "op", "option_key", "repeat_key", "results", "tensors")
 
     op: str
     tensors: dict[str, Tensor]
     given: dict[str, Tensor]
-    options: tuple[Hashable, ...]
+    option_key: tuple[Hashable, ...]
     backend: str | None
     results: tuple[str, ...]
-    quick: Hashable | None
+    repeat_key: Hashable | None
 
     @property
     def first(self) -> Tensor:

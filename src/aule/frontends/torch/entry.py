@@ -17,7 +17,7 @@ from aule.errors import BackendUnavailableError, InvalidDtypeError
 from aule.frontends.torch import decode as decoding
 from aule.frontends.torch import passes, row_ops
 from aule.frontends.torch import route as routes
-from aule.frontends.torch.attention import Forward, quick
+from aule.frontends.torch.attention import Forward, repeat_key
 from aule.frontends.torch.autograd import attention, varlen
 from aule.frontends.torch.autograd import row_ops as row_gradients
 from aule.frontends.torch.checks import NAMES, require_tensor
@@ -36,7 +36,7 @@ from aule.frontends.torch.modes import (
     transform,
     transformed,
 )
-from aule.frontends.torch.repeated import again
+from aule.frontends.torch.repeated import repeat
 from aule.frontends.torch.seeds import seed_on
 from aule.frontends.torch.varlen import packed_call
 from aule.ops.attention.precision import checked_precision
@@ -71,10 +71,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
 
         return dynamo.flash_attention(q, k, v, *options)
     if options.deterministic is False or options.deterministic is True:  # 1 is refused, and would be found as True
-        found = again(options, (q, k, v)) if options.mask is None and options.out is None else None
+        found = repeat(options, (q, k, v)) if options.mask is None and options.out is None else None
         if found is None:
-            key, tensors = quick(q, k, v, options)
-            found = None if key is options else again(key, tensors)  # the options themselves were tried already
+            key, tensors = repeat_key(q, k, v, options)
+            found = None if key is options else repeat(key, tensors)  # the options themselves were tried already
         if found is not None:
             return _with_lse(found, True) if options.return_lse else found[0]
     if (
@@ -102,7 +102,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     if not where.in_place and q.is_meta and getattr(k, "is_meta", False) and getattr(v, "is_meta", False):
         return _attention_operator(q, k, v, options)
     call = Forward(q, k, v, options)
-    return _with_lse(where.compute(call), call.asked.return_lse)
+    return _with_lse(where.compute(call), call.options.return_lse)
 
 
 def _with_lse(found: tuple[Tensor | None, ...], return_lse: bool) -> WithLse:
@@ -162,16 +162,16 @@ def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> WithLse:
         from aule.frontends.torch.compile import dynamo
 
         return dynamo.decode(q, k, v, options)
-    known = decoding.quick(q, k, v, options)
+    known = decoding.repeat_key(q, k, v, options)
     if known is not None:
-        found = again(*known)
+        found = repeat(*known)
         if found is not None:
             return _with_lse(found, options.return_lse)
     if grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
         raise decoding.no_gradient(options.op)
     try:
         call = decoding.decode_call(q, k, v, options, None if known is None else known[0])
-        return _with_lse(routes.route(q, options.backend).compute(call), call.asked.return_lse)
+        return _with_lse(routes.route(q, options.backend).compute(call), call.options.return_lse)
     except RuntimeError:  # asked only when it matters
         given = (q, k, v, *options.arrays().values(), *options.indices().values())
         refuse_transforms(options.op, given, "call it outside of them, on all that is mapped at once")
@@ -194,7 +194,7 @@ def fused(
         return dynamo.fused(name, tensors, options, backend)
     spec = CATALOGUE[name]
     options = row_ops.by_value(spec, options)
-    found = again(*row_ops.quick_key(spec, tensors, options, backend, spec.outputs))
+    found = repeat(*row_ops.repeat_key(spec, tensors, options, backend, spec.outputs))
     if found is not None:
         return row_gradients.seen(spec, found)
     if spec.seed is not None:

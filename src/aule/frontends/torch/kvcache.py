@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -104,10 +104,10 @@ class _Write(Call):
     __slots__ = ("writer",)
 
     def __init__(
-        self, op: str, tensors: Mapping[str, Tensor], options: tuple[object, ...], backend: str | None
+        self, op: str, tensors: Mapping[str, Tensor], option_key: tuple[Hashable, ...], backend: str | None
     ) -> None:
-        self.op, self.tensors, self.options, self.writer = op, dict(tensors), options, backend
-        self.given, self.results, self.quick, self.backend = {}, (), None, None
+        self.op, self.tensors, self.option_key, self.writer = op, dict(tensors), option_key, backend
+        self.given, self.results, self.repeat_key, self.backend = {}, (), None, None
 
     def host_device(self, foreign: bool) -> Device | None:
         return writer(self.writer)

@@ -33,8 +33,8 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
 _forward_ad = torch.autograd.forward_ad
 _chosen = settings.backend
-_PATIENCE = 8
-"""Other calls with the same key and shapes until the last of them is remembered: preparing one takes long."""
+_MOST_MISSES = 8
+"""Misses of a remembered call before another call with its key and shapes replaces it: preparing one takes long."""
 
 _calls = Signatures()
 """Repeated calls by key and shapes."""
@@ -76,13 +76,13 @@ class Repeated(ABC):
     """
 
     __slots__ = (
-        "_check", "_count", "_differentiable", "_launch", "_made", "_outputs", "_overlap", "_places", "_same", "others",
+        "_check", "_count", "_differentiable", "_launch", "_made", "_outputs", "_overlap", "_places", "_same", "misses",
     )  # fmt: skip
 
     def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
         assert ready.launch is not None
         self._launch, self._check, self._overlap = ready.launch.start, ready.check, ready.overlap
-        self._places, self._count, self.others = ready.places, len(call.tensors), 0
+        self._places, self._count, self.misses = ready.places, len(call.tensors), 0
         self._same = same_as(*tensors)
         self._differentiable = any(x.requires_grad for x in tensors)
         self._outputs = [(x.shape, x.strides, x.dtype) for x in ready.outputs]
@@ -98,7 +98,7 @@ class Repeated(ABC):
         """The results, or None for another kind of call: nothing was done then.
 
         Forward differentiation, and gradients of tensors that were given without them, are not seen by PyTorch's
-        function; `again` has asked for dispatch modes.
+        function; `repeat` has asked for dispatch modes.
         """
 
     def _in_place(self, tensors: Sequence[Tensor], empty: Callable[..., Tensor]) -> list[Tensor]:
@@ -143,7 +143,7 @@ class OnHost(Repeated):
             return None
         if self._check is not None:
             self._check(tensors)
-        self.others = 0
+        self.misses = 0
         if self._made is None:
             made = [_empty_cpu(*output) for output in self._outputs]
         else:
@@ -181,7 +181,7 @@ class OnCuda(Repeated):
         memory = [x.data_ptr() for x in tensors]
         if reduce(or_, memory) & 15 or not (self._alone or _current_device() == self._index):
             return None
-        self.others = 0
+        self.misses = 0
         if self._made is None:
             made = [_empty_cuda(*output) for output in self._outputs]  # on the current device
         else:
@@ -214,7 +214,7 @@ class PlainOnCuda(OnCuda):
         memory = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (memory[0] | memory[1] | memory[2]) & 15 or not (self._alone or _current_device() == self._index):
             return None
-        self.others = 0
+        self.misses = 0
         out = _empty_cuda(*self._outputs[0])
         self._launch((*memory, out.data_ptr()), _raw_stream(self._index))
         return (out,)
@@ -231,7 +231,7 @@ def _nested(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
-def again(key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
+def repeat(key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
     """The results of a call like a remembered one; None for any other: nothing was done then."""
     if _dispatch_modes():  # sizes may be unknown
         return None
@@ -247,16 +247,16 @@ def again(key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
 
 def remember(kind: type[OnHost | OnCuda], call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
     """Remember a call, unless another with its key and shapes is repeated more often."""
-    key = _with_shapes(call.quick, tensors)
+    key = _with_shapes(call.repeat_key, tensors)
     found: Repeated | None = _calls.get(key)
-    if found is not None and found.others < _PATIENCE:
-        found.others += 1
+    if found is not None and found.misses < _MOST_MISSES:
+        found.misses += 1
         return
     if kind.possible(tensors) and reliable():
         if kind is OnCuda and len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1 and not call.given:
             kind = PlainOnCuda
         made = _calls.put(key, kind(call, ready, tensors), ready.device)
-        _groups.put(call.quick, _Group(made), ready.device)
+        _groups.put(call.repeat_key, _Group(made), ready.device)
 
 
 def _with_shapes(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
@@ -293,8 +293,8 @@ def same_as(*tensors: Tensor) -> Callable[..., bool]:
 def reliable() -> bool:
     """Whether PyTorch's check tells apart what it has to."""
     x = torch.empty(2, 3, device="cpu")  # PyTorch's default device may be another
-    y, turned = torch.empty_like(x), x.new_empty(3, 2).T
-    others = [x[:1], x[None], turned, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
+    y, transposed = torch.empty_like(x), x.new_empty(3, 2).T
+    others = [x[:1], x[None], transposed, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
     others += [x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False)]
     try:
         same = same_as(x, y)

@@ -41,31 +41,31 @@ class RowOp(Call):
         Results to compute.
     """
 
-    __slots__ = ("spec", "values", "wanted")
+    __slots__ = ("options", "spec", "wanted")
 
     def __init__(
         self, spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]
     ) -> None:
-        self.op, self.spec, self.values, self.wanted = spec.name, spec, options, wanted
+        self.op, self.spec, self.options, self.wanted = spec.name, spec, options, wanted
         self.tensors = {x.name: y for x, y in zip(spec.operands, tensors, strict=True) if y is not None}
         where = place(spec, options)
         self.given = {} if where is None else {spec.outputs[0]: self.tensors[spec.operands[where].name]}
         self.backend, self.results = backend, spec.results
-        self.options = (spec.name, wanted, options)
-        self.quick = quick_key(spec, tensors, options, backend, wanted)[0]
+        self.option_key = (spec.name, wanted, options)
+        self.repeat_key = repeat_key(spec, tensors, options, backend, wanted)[0]
 
     def _call(self, view: ViewOf) -> ops.Call:
         refuse_tracing(self.op)
         first = self.spec.operands[0].name
         views = {name: view(x, name, self.op, first) for name, x in self.tensors.items()}
-        return self.spec.call(views, named_options(self.spec, self.values), self.wanted)
+        return self.spec.call(views, named_options(self.spec, self.options), self.wanted)
 
     def bind(self, view: ViewOf) -> Bound:
         try:
-            hash(self.values)
+            hash(self.options)
         except TypeError:
             self._call(view)  # refuses most such options by their names
-            raise not_plain(self.op, self.values) from None
+            raise not_plain(self.op, self.options) from None
         call = self._call(view)
         outputs = [Output(name, DTYPES[x.dtype], x.shape, x.strides) for name, x in call.outputs.items()]
         return Bound(call.problem, dict(call.views) | result_views(call), tuple(outputs))
@@ -96,7 +96,7 @@ class RowOp(Call):
         return list(self.tensors.values())  # a result in place is an operand
 
     def moved(self, tensors: dict[str, Tensor]) -> RowOp:
-        values = not_in_place(self.spec, self.values) if self.given else self.values
+        values = not_in_place(self.spec, self.options) if self.given else self.options
         return RowOp(self.spec, [tensors.get(x.name) for x in self.spec.operands], values, self.backend, self.wanted)
 
     def contents_check(self, problem: Hashable) -> ContentsCheck | None:
@@ -113,7 +113,7 @@ class RowOp(Call):
         return check
 
 
-def quick_key(
+def repeat_key(
     spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]
 ) -> tuple[Hashable, list[Tensor]]:
     """Key and tensors under which a call may be repeated."""

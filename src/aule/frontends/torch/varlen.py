@@ -90,7 +90,7 @@ class _PackedCall(Call):
     longest: tuple[int | None, int | None]
 
     def _fill(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> None:
-        self.op, self.packed, self.backend, self.quick = OP, packed, packed.options.backend, None
+        self.op, self.packed, self.backend, self.repeat_key = OP, packed, packed.options.backend, None
         self.tensors = operands(q, k, v, packed.options) | {"cu_q": packed.cu_q, "cu_k": packed.cu_k}
         self.longest = packed.max_q, packed.max_k
 
@@ -110,7 +110,7 @@ class _PackedCall(Call):
     def placed(self, on_host: bool) -> Call:
         if not on_host:
             self.longest = self.packed.longest
-            self.options = (*self.options, *self.longest)
+            self.option_key = (*self.option_key, *self.longest)
         return self
 
     def has_signature(self) -> bool:
@@ -127,7 +127,7 @@ class Forward(_PackedCall):
         options = packed.options
         self.training, self.lse = training, training or options.return_lse
         self.given = {} if options.out is None else {"o": options.out}
-        self.options = ("packed attention", *options.plain().values(), self.lse)
+        self.option_key = ("packed attention", *options.plain().values(), self.lse)
         self.results = ("o", "lse")[: 1 + self.lse]
 
     def bind(self, view: ViewOf) -> Bound:
@@ -182,7 +182,7 @@ class Backward(_PackedCall):
         self.given = {}
         # PyTorch may have been told to be deterministic since the forward pass.
         self.deterministic = packed.options.deterministic or torch.are_deterministic_algorithms_enabled()
-        self.options = ("packed attention gradients", *packed.options.plain().values(), self.deterministic)
+        self.option_key = ("packed attention gradients", *packed.options.plain().values(), self.deterministic)
         self.results = ("dq", "dk", "dv")
 
     def bind(self, view: ViewOf) -> Bound:

@@ -16,7 +16,7 @@ from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import no_forward_mode
 from aule.frontends.torch.compile.vmap import one_by_one
 from aule.frontends.torch.modes import grad_enabled, needs_operator
-from aule.frontends.torch.row_ops import Options, Tensors, place, quick_key
+from aule.frontends.torch.row_ops import Options, Tensors, place, repeat_key
 from aule.ops.shared.spec import OpSpec
 
 Compute = Callable[[OpSpec, Tensors, Options, "str | None", tuple[str, ...]], Results]
@@ -59,7 +59,7 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(spec: OpSpec, options: Options, backend: str | None, *tensors: Tensor | None) -> Tensor | Results:
-        found = _run(spec, tensors, options, backend, (*spec.outputs, *_kept(spec, tensors, backend)))
+        found = _run(spec, tensors, options, backend, (*spec.outputs, *_outputs_to_save(spec, tensors, backend)))
         found = tuple(x for x in found if x is not None)
         return found[0] if len(found) == 1 else found
 
@@ -71,11 +71,11 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
         where = place(spec, ctx.options)
         if where is not None:
             ctx.mark_dirty(tensors[where])
-        kept: tuple[str, ...] = ()
+        hidden: tuple[str, ...] = ()
         if isinstance(output, tuple) and len(output) > len(spec.outputs):
             ctx.mark_non_differentiable(*output[len(spec.outputs) :])
-            kept = _kept(spec, tensors, ctx.backend)
-        ctx.save_for_backward(*saved(spec, tensors, output, kept))
+            hidden = _outputs_to_save(spec, tensors, ctx.backend)
+        ctx.save_for_backward(*saved(spec, tensors, output, hidden))
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> Results:
@@ -104,7 +104,7 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
 
 def _run(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]) -> Results:
     """A spec's results, by its operator where a transform is still under way."""
-    found = repeated.again(*quick_key(spec, tensors, options, backend, wanted))
+    found = repeated.repeat(*repeat_key(spec, tensors, options, backend, wanted))
     if found is not None:
         return found
     if not needs_operator(tensors):
@@ -130,20 +130,22 @@ def saved_names(spec: OpSpec) -> tuple[str, ...]:
     return tuple(operand.name for operand in required_gradient(spec).operands if operand.name not in theirs)
 
 
-def saved(spec: OpSpec, tensors: Tensors, output: Tensor | Results, kept: tuple[str, ...] = ()) -> list[Tensor | None]:
+def saved(
+    spec: OpSpec, tensors: Tensors, output: Tensor | Results, hidden: tuple[str, ...] = ()
+) -> list[Tensor | None]:
     """Tensors for the gradient, in the order of `saved_names`; None for those that it does without.
 
     Parameters
     ----------
-    kept : tuple of str
+    hidden : tuple of str
         Results at the end of ``output`` that callers do not see.
     """
     known = dict(zip((operand.name for operand in spec.operands), tensors, strict=True))
     unused = _unused(spec, tensors)
-    known |= dict.fromkeys(spec.kept)
-    known |= dict(zip((*spec.outputs, *kept), output if isinstance(output, tuple) else (output,), strict=True))
+    known |= dict.fromkeys(spec.saved_outputs)
+    known |= dict(zip((*spec.outputs, *hidden), output if isinstance(output, tuple) else (output,), strict=True))
     for operand in required_gradient(spec).operands:
-        if operand.stands_for is not None and operand.name in kept:
+        if operand.stands_for is not None and operand.name in hidden:
             unused |= {name for name, _, _ in _sparing(spec)} - {operand.name}
             known[operand.stands_for] = known[operand.name]
     return [None if name in unused else known[name] for name in saved_names(spec)]
@@ -169,19 +171,19 @@ def _standing_in(spec: OpSpec) -> frozenset[str]:
     return frozenset(x.name for x in required_gradient(spec).operands if x.stands_for is not None)
 
 
-def _kept(spec: OpSpec, tensors: Tensors, backend: str | None) -> tuple[str, ...]:
+def _outputs_to_save(spec: OpSpec, tensors: Tensors, backend: str | None) -> tuple[str, ...]:
     """Results that a call makes for its gradient alone."""
     first = tensors[0]
-    if not spec.kept or first is None:
+    if not spec.saved_outputs or first is None:
         return ()
-    kind = route.route(first, backend).keeps(first, backend)
+    kind = route.route(first, backend).saves(first, backend)
     if kind == "nothing":
         return ()
     unused = _unused(spec, tensors)
     standing_in = _standing_in(spec) - unused
     if standing_in and kind == "one result":
         return tuple(standing_in)
-    return tuple(name for name in spec.kept if name not in unused | _standing_in(spec))
+    return tuple(name for name in spec.saved_outputs if name not in unused | _standing_in(spec))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -69,6 +69,6 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
             grads = route.route(q, ctx.packed.options.backend).compute(Backward(saved, ctx.packed))
             of_sinks = None
             if ctx.needs_input_grad[3]:
-                turned = saved._replace(out=out.transpose(0, 1), dout=saved.dout.transpose(0, 1))
-                of_sinks = sink_gradient(turned, sinks)
+                heads_first = saved._replace(out=out.transpose(0, 1), dout=saved.dout.transpose(0, 1))
+                of_sinks = sink_gradient(heads_first, sinks)
         return (*once((*grads, of_sinks), dout, *inputs), None)

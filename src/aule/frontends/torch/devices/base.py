@@ -17,8 +17,8 @@ from aule.frontends.torch.checks import checked_out
 from aule.frontends.torch.views import ViewOf, aligned, device_layouts, view_on_device, written
 from aule.runtime.base import Device
 
-Kept = Literal["nothing", "results", "one result"]
-"""Results that spare a gradient work, or one that stands for them all and for an operand."""
+Saving = Literal["nothing", "results", "one result"]
+"""What a row operation saves for its gradient: all outputs that make it faster, or one that replaces an operand."""
 
 
 class Route(ABC):
@@ -36,8 +36,8 @@ class Route(ABC):
     def compute(self, call: Call) -> Results:
         """The results of a call, on the device of its tensors."""
 
-    def keeps(self, first: Tensor, backend: str | None) -> Kept:
-        """The results that a row operation on ``first`` keeps for its gradient alone."""
+    def saves(self, first: Tensor, backend: str | None) -> Saving:
+        """Which outputs a row operation on ``first`` saves for its gradient alone."""
         return "nothing"
 
 
@@ -71,7 +71,7 @@ class Planned(Route):
         """The results of a call, by kernels of ``device``; None for the one that `device` finds."""
         tensors = call.all_tensors()
         try:
-            key = device, call.options, call.backend, tuple(call.tensors), self.layouts(tensors)
+            key = device, call.option_key, call.backend, tuple(call.tensors), self.layouts(tensors)
             ready: Ready | None = signatures.get(key)
         except (TypeError, RuntimeError):  # an option that is no key, or a tensor without strides
             call.bind(self.view)  # says what is wrong
@@ -84,7 +84,7 @@ class Planned(Route):
             return copied_back(call, self.planned(elsewhere, device))
         if ready.check is not None:
             ready.check(tensors)
-        if call.quick is not None and ready.launch is not None:
+        if call.repeat_key is not None and ready.launch is not None:
             self.remember(call, ready, tensors)
         return self._run(call, ready, tensors[0].device)
 
