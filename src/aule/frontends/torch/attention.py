@@ -25,6 +25,7 @@ from aule.frontends.torch.calls import Bound, Call, Output, Overlap, Results
 from aule.frontends.torch.checks import NAMES, checked_out, keyed, no_gradient
 from aule.frontends.torch.modes import refuse_tracing
 from aule.frontends.torch.views import (
+    Array,
     ViewOf,
     four_axes,
     fresh_view,
@@ -76,22 +77,33 @@ def operands(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict
     return tensors
 
 
-def aligned_among(aligned: Mapping[str, bool]) -> dict[str, bool]:
-    """The alignment of those buffers that plans of attention depend on."""
+class AttentionCall(Call):
+    """What the forward and the backward pass share. `varlen` overrides what differs for packed batches."""
+
+    __slots__ = ("options",)
+
+    options: AttentionOptions
+    inputs = {"q": "q", "k": "k", "v": "v"} | ARRAYS
+    """Tensors that the check takes, with the names of their buffers."""
+    lift = staticmethod(four_axes)
+    """Brings a view of q, k, v or a result into the four axes of kernels."""
+
+    def views(self, view: ViewOf) -> dict[str, Any]:
+        """Views of the inputs, by the names that the check takes."""
+        refuse_tracing(self.op)
+        given = self.tensors
+        return {name: view(given[at], name, self.op, "q") for name, at in self.inputs.items() if at in given}
+
+    def problem(self, view: ViewOf) -> tuple[AttentionProblem, Operands]:
+        """Check the call."""
+        return attention_problem(**self.views(view), **self.options.plain())
+
+
+def _alignment_for_plans(aligned: Mapping[str, bool]) -> dict[str, bool]:
     return {name: aligned[name] for name in _ALIGNED if name in aligned}
 
 
-def problem_of(
-    tensors: Mapping[str, Tensor], options: AttentionOptions, view: ViewOf
-) -> tuple[AttentionProblem, Operands]:
-    """Check a call; ``tensors`` by buffer name."""
-    refuse_tracing()
-    names = {"q": "q", "k": "k", "v": "v"} | ARRAYS
-    views: dict[str, Any] = {name: view(tensors[at], name, OP, "q") for name, at in names.items() if at in tensors}
-    return attention_problem(**views, **options.plain())
-
-
-class Forward(Call):
+class Forward(AttentionCall):
     """Attention; its results are the output and, with ``return_lse``, the log-sum-exp in the type computed in.
 
     Parameters
@@ -102,7 +114,11 @@ class Forward(Call):
         Its `repeat_key`, if the caller has it.
     """
 
-    __slots__ = ("options", "training")
+    __slots__ = ("training",)
+
+    training: bool | None
+    unwritten_rows = False
+    """Whether the result may have rows that no kernel writes: they are zero, their log-sum-exp -inf."""
 
     def __init__(
         self,
@@ -121,22 +137,28 @@ class Forward(Call):
         self.results = ("o", "lse")[: 1 + options.return_lse]
         self.repeat_key = None if "seed" in self.tensors else key or repeat_key(q, k, v, options, training)[0]
 
+    def result_shapes(self, found: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the output and of the log-sum-exp, as the caller gets them."""
+        return found.out_shape, found.lse_shape
+
     def bind(self, view: ViewOf) -> Bound:
-        problem, found = problem_of(self.tensors, self.options, view)
+        problem, found = self.problem(view)
         q = self.tensors["q"]
-        out = fresh_view(problem.dtype, found.out_shape)
+        shape, lse_shape = self.result_shapes(found)
+        out = fresh_view(problem.dtype, shape)
         if self.given:
-            out = view(checked_out(self.given["o"], found.out_shape, q), "out", OP, "q")
-        outputs = [Output("o", q.dtype, found.out_shape)]
+            out = view(checked_out(self.given["o"], shape, q, self.op), "out", self.op, "q")
+        fill, lse_fill = (0.0, -torch.inf) if self.unwritten_rows else (None, None)
+        outputs = [Output("o", q.dtype, shape, fill=fill)]
         if self.options.return_lse:
-            outputs.append(Output("lse", work_dtype(q), found.lse_shape))
-        return Bound(problem, named(found, four_axes(out)), tuple(outputs))
+            outputs.append(Output("lse", work_dtype(q), lse_shape, fill=lse_fill, empty=-torch.inf))
+        return Bound(problem, named(found, self.lift(out)), tuple(outputs))
 
     def prepare(
         self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
     ) -> PreparedCall:
         problem = cast(AttentionProblem, bound.problem)
-        return prepare_forward(problem, dict(bound.views), device, aligned_among(aligned), memory)
+        return prepare_forward(problem, dict(bound.views), device, _alignment_for_plans(aligned), memory)
 
     def host_device(self, foreign: bool) -> Device | None:
         q = self.tensors["q"]
@@ -145,13 +167,13 @@ class Forward(Call):
         return gradient_device(q, self.backend, self.training, foreign)
 
     def through_host(self, device: Device | None) -> Results:
-        problem, found = problem_of(self.tensors, self.options, view_on_host)
-        q = self.tensors["q"]
-        out = self.given.get("o")
-        out = q.new_empty(found.out_shape) if out is None else written(checked_out(out, found.out_shape, q))
-        target = four_axes(view_on_host(out, "out")).storage
+        problem, found = self.problem(view_on_host)
+        shape, lse_shape = self.result_shapes(found)
+        q, out = self.tensors["q"], self.given.get("o")
+        out = q.new_empty(shape) if out is None else written(checked_out(out, shape, q, self.op))
+        target = self.lift(view_on_host(out, "out", self.op)).storage
         _, lse = forward_on_host(problem, found, device, target, exact_lse=True)
-        return (out,) if lse is None else (out, torch.from_numpy(lse).reshape(found.lse_shape))
+        return (out,) if lse is None else (out, torch.from_numpy(lse).reshape(lse_shape))
 
     def overlap(self, on_host: bool) -> Overlap | None:
         return (shares_memory if on_host else lies_over) if self.given else None
@@ -188,30 +210,43 @@ class Saved(NamedTuple):
     dout: Tensor
 
 
-class Backward(Call):
+class Backward(AttentionCall):
     """Gradients of q, k and v and, where they are wanted, of what is added to the scores (``ds``)."""
 
-    __slots__ = ("options", "scores")
+    __slots__ = ("scores",)
+
+    scores: bool
 
     def __init__(self, saved: Saved, options: AttentionOptions, scores: bool) -> None:
         options = keyed(OP, options)._replace(return_lse=True, out=None)
         self.op, self.options, self.scores, self.backend = OP, options, scores, options.backend
-        self.tensors = operands(saved.q, saved.k, saved.v, options)
-        self.tensors |= {"o": saved.out, "lse": saved.lse, "do": saved.dout}
+        self.tensors = self.inputs_of(saved, options)
         self.given = {}
         self.option_key = ("attention gradients", *_backward_key(options), scores)
         self.repeat_key = (self.option_key, self.backend, tuple(self.tensors))
         self.results = ("dq", "dk", "dv", "ds")[: 3 + scores]
 
+    @staticmethod
+    def inputs_of(saved: Saved, options: AttentionOptions) -> dict[str, Tensor]:
+        """All tensors of a call by buffer name."""
+        return operands(saved.q, saved.k, saved.v, options) | {"o": saved.out, "lse": saved.lse, "do": saved.dout}
+
+    def gradient_output(self, name: str, like: Tensor) -> Output:
+        """The gradient of q, k or v, as the caller gets it."""
+        return Output(name, like.dtype, tuple(like.shape))
+
+    def gradient_tensor(self, grad: Array, like: Tensor) -> Tensor:
+        """A gradient with the four axes of kernels, as the caller gets it."""
+        return tensor_like(grad, like)
+
     def bind(self, view: ViewOf) -> Bound:
-        problem, found = problem_of(self.tensors, self.options, view)
-        results = {name: four_axes(view(self.tensors[name], name, OP, "q")) for name in ("o", "do")}
+        problem, found = self.problem(view)
+        results = {name: self.lift(view(self.tensors[name], name, self.op, "q")) for name in ("o", "do")}
         views: dict[str, TensorView] = named(found, results["o"]) | {"do": results["do"]}
         outputs = []
         for name, x in (("dq", found.q), ("dk", found.k), ("dv", found.v)):
             views[name] = fresh_view(problem.dtype, x.shape)
-            like = self.tensors[name[1:]]
-            outputs.append(Output(name, like.dtype, tuple(like.shape)))
+            outputs.append(self.gradient_output(name, self.tensors[name[1:]]))
         if self.scores:
             work = work_dtype(self.tensors["q"])
             shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
@@ -221,34 +256,32 @@ class Backward(Call):
 
     def prepare(
         self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall | None:
-        if not self.tensors["o"].numel() or not self.tensors["k"].shape[-2]:
-            return None
+    ) -> PreparedCall:
         problem = cast(AttentionProblem, bound.problem)
-        return prepare_backward(problem, dict(bound.views), device, aligned_among(aligned), memory)
+        return prepare_backward(problem, dict(bound.views), device, _alignment_for_plans(aligned), memory)
 
     def host_device(self, foreign: bool) -> Device | None:
         return gradient_device(self.tensors["q"], self.backend, True, foreign)
 
     def through_host(self, device: Device | None) -> Results:
         assert device is not None  # NumPy is refused by `gradient_device`
-        problem, found = problem_of(self.tensors, self.options, view_on_host)
-        out, dout = (four_axes(view_on_host(self.tensors[name], name)) for name in ("o", "do"))
-        lse = self.tensors["lse"]
-        ds = None
+        problem, found = self.problem(view_on_host)
+        out, dout = (self.lift(view_on_host(self.tensors[name], name, self.op)) for name in ("o", "do"))
+        lse, ds = self.tensors["lse"], None
         if self.scores:
             ds = lse.new_zeros((problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv))
-        rows = lse.numpy()
-        scores = None if ds is None else ds.numpy()
-        grads = backward_on_host(
-            problem, found, device, out.storage, rows[(None,) * (3 - rows.ndim)], dout, scores
-        )  # fmt: skip
-        made = [tensor_like(grad, self.tensors[name]) for grad, name in zip(grads, "qkv", strict=True)]
+        rows = lse.numpy()[(None,) * (3 - lse.dim())]
+        grads = backward_on_host(problem, found, device, out.storage, rows, dout, None if ds is None else ds.numpy())
+        made = [self.gradient_tensor(grad, self.tensors[name]) for grad, name in zip(grads, "qkv", strict=True)]
         return (*made,) if ds is None else (*made, ds)
 
     def moved(self, tensors: dict[str, Tensor]) -> Backward:
-        saved = Saved(*(tensors[name] for name in ("q", "k", "v", "o", "lse", "do")))
-        return Backward(saved, on_copies(self.options, tensors), self.scores)
+        return Backward(saved_of(tensors), on_copies(self.options, tensors), self.scores)
+
+
+def saved_of(tensors: Mapping[str, Tensor]) -> Saved:
+    """Inputs of the gradients from tensors by buffer name."""
+    return Saved(*(tensors[name] for name in ("q", "k", "v", "o", "lse", "do")))
 
 
 def gradient_device(q: Tensor, spec: str | None, training: bool, foreign: bool) -> Device | None:

@@ -103,8 +103,8 @@ class Call(ABC):
     @abstractmethod
     def prepare(
         self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall | None:
-        """Plan and build for a device; None where there is nothing to launch.
+    ) -> PreparedCall:
+        """Plan and build for a device.
 
         Parameters
         ----------

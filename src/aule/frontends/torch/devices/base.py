@@ -109,7 +109,7 @@ class Planned(Route):
         starts = aligned(call.tensors | call.given)
         prepared = call.prepare(bound, device, self.memory(call, device), starts)
         outputs = {output.name: i for i, output in enumerate(bound.outputs)}
-        launch = None if prepared is None or prepared.empty else prepared.bind((*call.tensors, *outputs))
+        launch = None if prepared.empty else prepared.bind((*call.tensors, *outputs))
         places = None if tuple(outputs) == call.results else [outputs.get(name) for name in call.results]
         check = call.contents_check(bound.problem) if self.host_memory else None
         overlap = call.overlap(self.host_memory)
