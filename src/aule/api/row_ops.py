@@ -9,7 +9,7 @@ from aule.frontends import by_type, front_end
 
 def _call(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     found = by_type.get(type(arrays[0]))
-    return (front_end(arrays[0], name) if found is None else found).fused(name, arrays, options, backend)
+    return (front_end(arrays[0], name) if found is None else found).row_op(name, arrays, options, backend)
 
 
 def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | None = None) -> Any:

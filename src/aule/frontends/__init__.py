@@ -1,7 +1,7 @@
 """ADD A FRONT END HERE: kinds of arrays, tried in order.
 
 A front end is a module with ``accepts(array) -> bool`` and ``flash_attention``, ``flash_attention_varlen``, ``decode``,
-``merge_states``, ``fused`` (every row operation) and ``to_precision``; `aule.frontends.dlpack` is the shortest.
+``merge_states``, ``row_op`` (every row operation) and ``to_precision``; `aule.frontends.dlpack` is the shortest.
 `front_end` imports only those that the array could belong to: a tensor exists only when torch is loaded.
 """
 

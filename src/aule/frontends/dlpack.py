@@ -45,7 +45,7 @@ def flash_attention_varlen(
     return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
 
 
-def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """An op of the catalogue on DLPack arrays; the result comes from the namespace of the first."""
     operands = CATALOGUE[name].operands
     first = operands[0].name
@@ -53,7 +53,7 @@ def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
         array if array is None or operand.name == "seed" else _host(array, operand.name, name, first)
         for operand, array in zip(operands, arrays, strict=True)
     )
-    result = numpy_front_end.fused(name, given, options, backend)
+    result = numpy_front_end.row_op(name, given, options, backend)
     return tuple(_back(part, arrays[0]) for part in result) if isinstance(result, tuple) else _back(result, arrays[0])
 
 

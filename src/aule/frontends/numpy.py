@@ -164,7 +164,7 @@ def flash_attention_varlen(
     return (result, _required(lse)[0]) if options.return_lse else result
 
 
-def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """An op of the catalogue on NumPy arrays; the result is finished on return.
 
     Parameters

@@ -8,9 +8,9 @@ import torch
 
 from aule.api.decode import decode_attention, flash_attention_paged
 from aule.api.kvcache import rotate
-from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch import kvcache
-from aule.frontends.torch.checks import integers, require_plain
+from aule.frontends.torch.checks import integers, no_gradient, require_plain
 from aule.frontends.torch.decode import check_decode
 from aule.ops.decode.validate import MAX_PAGE
 from aule.options import DecodeOptions
@@ -237,10 +237,7 @@ def _check_tensors(call: CacheCall) -> None:
                 f"[{op}] expected {name} on {call.q.device} like q, got {tensor.device}; move it with .to"
             )
         if torch.is_grad_enabled() and (tensor.requires_grad or call.q.requires_grad):
-            raise AuleError(
-                "AULE_ERROR_NO_GRADIENT",
-                f"[{op}] expected tensors that need no gradient, got requires_grad=True; use torch.no_grad()",
-            )
+            raise no_gradient(None, "use torch.no_grad()", op)
 
 
 def _check_rows(call: CacheCall) -> None:

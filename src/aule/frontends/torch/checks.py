@@ -160,12 +160,11 @@ def keyed(op: str, options: Options) -> Options:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def no_gradient(got: str, remedy: str, op: str = "flash_attention") -> AuleError:
-    """The error for tensors that need a gradient where there is none."""
-    return AuleError(
-        "AULE_ERROR_NO_GRADIENT",
-        f"[{op}] expected tensors that need no gradient, got requires_grad=True with {got}; {remedy}",
-    )
+def no_gradient(got: str | None, remedy: str, op: str = "flash_attention") -> AuleError:
+    """The error for tensors that need a gradient where there is none; ``got`` says what prevents it."""
+    reason = "" if got is None else f" with {got}"
+    message = f"[{op}] expected tensors that need no gradient, got requires_grad=True{reason}; {remedy}"
+    return AuleError("AULE_ERROR_NO_GRADIENT", message)
 
 
 def no_second_derivative(op: str = "flash_attention") -> AuleError:

@@ -17,7 +17,7 @@ from aule.engine.attention import host_device
 from aule.engine.decode import decode_on_host, prepare_decode
 from aule.engine.memory import MemorySource
 from aule.engine.run import PreparedCall
-from aule.errors import AuleError, InvalidShapeError
+from aule.errors import InvalidShapeError
 from aule.frontends.numpy import states_message
 from aule.frontends.torch.calls import Bound, Call, ContentsCheck, Output, Overlap, Results
 from aule.frontends.torch.checks import NAMES, by_value, checked_out, integers, require_tensor
@@ -206,15 +206,6 @@ def check_decode(op: str, q: Tensor, k: Tensor, v: Tensor, options: DecodeOption
     """Raise what is wrong with a call, in the name of ``op``, without making it."""
     indices = {name: integers(op, name, x) for name, x in options.indices().items()} if q.is_cpu else {}
     Decode(q, k, v, options._replace(**indices)).problem(view_on_host if q.is_cpu else view_on_device, op)
-
-
-def no_gradient(op: str) -> AuleError:
-    """The error for tensors that need a gradient."""
-    return AuleError(
-        "AULE_ERROR_NO_GRADIENT",
-        f"[{op}] expected tensors that need no gradient, got requires_grad=True; call it under "
-        "torch.no_grad(), or use aule.flash_attention, which has gradients",
-    )
 
 
 def _lifted(view: TensorView, form: str) -> TensorView:

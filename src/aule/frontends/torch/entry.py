@@ -20,7 +20,7 @@ from aule.frontends.torch import route as routes
 from aule.frontends.torch.attention import Forward, repeat_key
 from aule.frontends.torch.autograd import attention, varlen
 from aule.frontends.torch.autograd import row_ops as row_gradients
-from aule.frontends.torch.checks import NAMES, require_tensor
+from aule.frontends.torch.checks import NAMES, no_gradient, require_tensor
 from aule.frontends.torch.modes import (
     any_autocast,
     autocast,
@@ -168,7 +168,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> WithLse:
         if found is not None:
             return _with_lse(found, options.return_lse)
     if grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
-        raise decoding.no_gradient(options.op)
+        remedy = "call it under torch.no_grad(), or use aule.flash_attention, which has gradients"
+        raise no_gradient(None, remedy, options.op)
     try:
         call = decoding.decode_call(q, k, v, options, None if known is None else known[0])
         return _with_lse(routes.route(q, options.backend).compute(call), call.options.return_lse)
@@ -184,14 +185,14 @@ merge_states = decoding.merge_states
 # -- row operations ----------------------------------------------------------------------------------------------------
 
 
-def fused(
+def row_op(
     name: str, tensors: tuple[Tensor | None, ...], options: tuple[object, ...], backend: str | None
 ) -> Tensor | tuple[Tensor | None, ...]:
     """A row operation on torch tensors; ``tensors`` and ``options`` in the order of its spec."""
     if read_by_dynamo():
         from aule.frontends.torch.compile import dynamo
 
-        return dynamo.fused(name, tensors, options, backend)
+        return dynamo.row_op(name, tensors, options, backend)
     spec = CATALOGUE[name]
     options = row_ops.by_value(spec, options)
     found = repeat(*row_ops.repeat_key(spec, tensors, options, backend, spec.outputs))

@@ -76,13 +76,15 @@ class Repeated(ABC):
     """
 
     __slots__ = (
-        "_check", "_count", "_differentiable", "_launch", "_made", "_outputs", "_overlap", "_places", "_same", "misses",
+        "_check", "_count", "_differentiable", "_in_order", "_launch", "_made", "_outputs", "_overlap", "_results",
+        "_same", "misses",
     )  # fmt: skip
 
     def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
         assert ready.launch is not None
         self._launch, self._check, self._overlap = ready.launch.start, ready.check, ready.overlap
-        self._places, self._count, self.misses = ready.places, len(call.tensors), 0
+        self._in_order, self._results = ready.places is None, ready.results
+        self._count, self.misses = len(call.tensors), 0
         self._same = same_as(*tensors)
         self._differentiable = any(x.requires_grad for x in tensors)
         self._outputs = [(x.shape, x.strides, x.dtype) for x in ready.outputs]
@@ -111,10 +113,6 @@ class Repeated(ABC):
             else:
                 made.append(empty(*output) if fill is None else empty(*output).fill_(fill))
         return made
-
-    def _returned(self, made: list[Tensor]) -> Results:
-        assert self._places is not None
-        return tuple([None if i is None else made[i] for i in self._places])
 
 
 class OnHost(Repeated):
@@ -150,7 +148,7 @@ class OnHost(Repeated):
             made = self._in_place(tensors, _empty_cpu)
             tensors = tensors[: self._count]
         self._launch([x.data_ptr() for x in (*tensors, *made)], None)
-        return tuple(made) if self._places is None else self._returned(made)
+        return tuple(made) if self._in_order else self._results(made)
 
 
 class OnCuda(Repeated):
@@ -190,7 +188,7 @@ class OnCuda(Repeated):
         for x in made:
             memory.append(x.data_ptr())
         self._launch(memory, _raw_stream(self._index))
-        return tuple(made) if self._places is None else self._returned(made)
+        return tuple(made) if self._in_order else self._results(made)
 
 
 class PlainOnCuda(OnCuda):

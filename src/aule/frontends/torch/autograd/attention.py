@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aule.frontends.torch.attention import Saved
-from aule.frontends.torch.autograd.once import once
+from aule.frontends.torch.autograd.second_derivative import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import keyed, no_gradient, require_tensor
 from aule.frontends.torch.passes import forward_with_lse, gradients
@@ -74,4 +74,4 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks, rope_cos=cos, rope_sin=sin, seed=seed)
         with torch.no_grad():
             found = gradients(Saved(q, k, v, out, lse, dout), options, ctx.needs_input_grad[3:6])
-        return (*once(found, dout, *saved), None)
+        return (*refuse_second(found, dout, *saved), None)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from aule.errors import AuleError, InvalidArgumentError
 from aule.frontends.torch import passes, repeated, route
-from aule.frontends.torch.autograd.once import once
+from aule.frontends.torch.autograd.second_derivative import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import no_forward_mode
-from aule.frontends.torch.compile.vmap import one_by_one
+from aule.frontends.torch.compile.vmap import row_op_one_by_one
 from aule.frontends.torch.modes import grad_enabled, needs_operator
 from aule.frontends.torch.row_ops import Options, Tensors, place, repeat_key
 from aule.ops.shared.spec import OpSpec
@@ -86,16 +86,14 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
             return (None, None, None, *gradients(*known))
         with torch.no_grad():
             found = gradients(*known)
-        return (None, None, None, *once(found, *douts, *inputs, op=spec.name))
+        return (None, None, None, *refuse_second(found, *douts, *inputs, op=spec.name))
 
     @staticmethod
     def vmap(info: Any, dims: Any, spec: OpSpec, options: Options, backend: str | None, *tensors: Any) -> Any:
-        def call(*mapped: Tensor | None) -> Results:
-            found = with_gradient(spec, mapped, options, backend)
-            return found if isinstance(found, tuple) else (found,)
+        def call(*mapped: Tensor | None) -> Tensor | Results:
+            return with_gradient(spec, mapped, options, backend)
 
-        found, out_dims = one_by_one(call, info.batch_size, dims[3:], tensors)
-        return (found, out_dims) if len(found) > 1 else (found[0], out_dims[0])
+        return row_op_one_by_one(call, info, dims[3:], tensors)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aule.frontends.torch import entry
 from aule.frontends.torch.calls import Results
-from aule.frontends.torch.sdpa import sdpa
+from aule.frontends.torch.sdpa import functions as sdpa
 from aule.options import AttentionOptions
 
 
@@ -33,19 +33,19 @@ def _installed(number: int, *arguments: Any) -> Tensor:
     return sdpa.serve(number, *arguments)
 
 
-def _fused(name: str, backend: str | None, tensors: int, *arguments: Any) -> Tensor | Results:
+def _row_op(name: str, backend: str | None, tensors: int, *arguments: Any) -> Tensor | Results:
     """A row operation of so many tensors."""
-    return entry.fused(name, arguments[:tensors], arguments[tensors:], backend)
+    return entry.row_op(name, arguments[:tensors], arguments[tensors:], backend)
 
 
-_fused_in_graph = torch.compiler.allow_in_graph(_fused)
+_row_op_in_graph = torch.compiler.allow_in_graph(_row_op)
 
 
-def fused(
+def row_op(
     name: str, tensors: tuple[Tensor | None, ...], options: tuple[object, ...], backend: str | None
 ) -> Tensor | Results:
     """A row operation in a graph."""
-    return _fused_in_graph(name, backend, len(tensors), *tensors, *options)
+    return _row_op_in_graph(name, backend, len(tensors), *tensors, *options)
 
 
 flash_attention = torch.compiler.allow_in_graph(_flash_attention)

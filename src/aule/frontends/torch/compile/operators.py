@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from aule.frontends.torch.attention import Saved
+from aule.frontends.torch.attention import ARRAYS, Saved
 from aule.frontends.torch.autograd.attention import CONSTANT, check_gradients
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import (
@@ -37,7 +37,7 @@ from aule.ops.attention.validate import Operands, attention_problem, window_side
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
-_ARRAYS = ("mask", "bias", "alibi_slopes", "sinks", "rope_cos", "rope_sin", "seed")
+_ARRAYS = tuple(ARRAYS)
 """Options that are tensors, in the order of the operators' arguments."""
 _PLAIN = {
     "causal": "bool",
@@ -65,9 +65,10 @@ Operator = Callable[..., tuple[Tensor, ...]]
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, Tensor]:
     """Attention as `aule.frontends.torch.entry.flash_attention` gives it, by the operator."""
     refuse_tracing()
-    for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
+    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
+    for name, tensor in tensors.items():
         require_tensor(tensor, name)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in _given(q, k, v, options)):
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*tensors.values(), options.out)):
         check_gradients(q, k, v, options)
     q, k, v = autocast(q, k, v)
     try:
@@ -82,10 +83,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     if options.out is not None:
         out = checked_out(options.out, tuple(out.shape), q).copy_(out)
     return (out, lse.to(torch.float32)) if options.return_lse else out
-
-
-def _given(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> list[Tensor]:
-    return [x for x in (q, k, v, options.out, *options.arrays().values()) if isinstance(x, Tensor)]
 
 
 def _arguments(options: AttentionOptions) -> list[Any]:

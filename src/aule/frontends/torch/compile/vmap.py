@@ -83,3 +83,14 @@ def one_by_one(
     ]
     stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
+
+
+def row_op_one_by_one(call: Callable[..., Any], info: Info, dims: Sequence[Dim], arguments: Sequence[Any]) -> Any:
+    """`one_by_one` for a function that returns a tensor or a tuple, in the form that PyTorch's vmap rules return."""
+
+    def results(*given: Any) -> tuple[Any, ...]:
+        found = call(*given)
+        return found if isinstance(found, tuple) else (found,)
+
+    found, out_dims = one_by_one(results, info.batch_size, dims, arguments)
+    return (found, out_dims) if len(found) > 1 else (found[0], out_dims[0])

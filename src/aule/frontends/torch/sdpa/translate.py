@@ -1,8 +1,8 @@
-"""Calls of PyTorch's attention function in the form that `aule.frontends.torch.entry` takes.
+"""Translates a call of PyTorch's attention function into one of `aule.frontends.torch.entry`, or refuses it.
 
-A call is brought into one form: four axes, the causal flag aligned top-left, a mask with four axes. Axes are merged and
-expanded by stride where the strides allow it. A call that cannot be served is *refused* with a short reason, which
-`aule.install` counts, and an error, which a direct call raises.
+The result has four axes, the causal flag aligned top-left and a mask with four axes. Axes are merged and expanded by
+stride where the strides allow it. A refusal has a short reason, which `aule.install` counts, and an error, which a
+direct call raises.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Band(NamedTuple):
         return torch.ones(self.seq_q, self.seq_kv, dtype=torch.bool, device=device).tril(shift)
 
 
-class Call(NamedTuple):
-    """A call in the form that `flash_attention` takes.
+class Translated(NamedTuple):
+    """Arguments of `entry.flash_attention`.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Call(NamedTuple):
     out_shape: tuple[int, ...]
 
     def run(self) -> Tensor:
-        """Compute it."""
+        """Compute the call."""
         out = entry.flash_attention(self.q, self.k, self.v, self.options)
         assert not isinstance(out, tuple)
         if out.shape[-1] != self.out_shape[-1]:  # a value dimension of 0, which was padded to 1
@@ -100,11 +100,13 @@ class Call(NamedTuple):
         return out if out.shape == self.out_shape else out.reshape(self.out_shape)
 
 
-def prepare(given: Arguments, backend: str | None = None, installed: bool = False, compiled: bool = False) -> Call:
-    """Bring a call into the form that `flash_attention` takes, or raise `Refused`.
+def translate(
+    given: Arguments, backend: str | None = None, installed: bool = False, compiled: bool = False
+) -> Translated:
+    """Translate a call, or raise `Refused`.
 
-    ``installed`` also refuses what is intended in a direct call: tensors that would be copied through the host,
-    transforms, and modes other than the compiler's when the call is ``compiled``.
+    A call of the ``installed`` function is also refused for what a direct call may intend: tensors that would be copied
+    through the host, transforms, and modes (other than the compiler's, if the call is ``compiled``).
     """
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = given
     align = "top-left"
@@ -114,7 +116,9 @@ def prepare(given: Arguments, backend: str | None = None, installed: bool = Fals
         attn_mask = None
     _check_tensors(query, key, value, attn_mask)
     _check_transforms(installed, compiled, query, key, value, attn_mask)
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    given_tensors = (query, key, value, attn_mask)
+    resolved = (x if x is None or not x.is_neg() else x.resolve_neg() for x in given_tensors)
+    query, key, value, attn_mask = autocast(*resolved)
     _check_kinds(query, key, value, attn_mask)
     if installed and backend is None and query.device.type != "meta" and not route.home(query).in_place:
         expected = "expected tensors that aule computes on in place"
@@ -154,7 +158,7 @@ def prepare(given: Arguments, backend: str | None = None, installed: bool = Fals
         causal_align=align,
         backend=backend or route.host_backend(query),
     )
-    return Call(
+    return Translated(
         _four_axes(query, outer, heads),
         _four_axes(key, outer, together),
         _four_axes(value, outer, together),
@@ -195,12 +199,6 @@ def _check_transforms(installed: bool, compiled: bool, *tensors: Mask) -> None:
         got = "a tensor subclass with __torch_dispatch__"
     if got is not None:
         _refuse(got, _unsupported, "expected plain tensors outside of transforms", got)
-
-
-def _autocast(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Any, ...]:
-    """Apply autocast as PyTorch does for its function."""
-    resolved = (x if x is None or not x.is_neg() else x.resolve_neg() for x in (query, key, value, mask))
-    return autocast(*resolved)
 
 
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> None:
