@@ -83,7 +83,11 @@ class Tensor:
             allocation.device.download(allocation, data)
         if self._elem == "bool":
             return data.view(np.bool_)
-        return data.view(_bfloat16()) if self._elem == "bf16" else data
+        if self._elem == "bf16":
+            from aule.frontends.numpy import bfloat16  # imported late: `import aule` is to be quick
+
+            return data.view(bfloat16() or np.uint16)
+        return data
 
     def free(self) -> None:
         """Free the memory now. Idempotent."""
@@ -339,14 +343,6 @@ class Aule:
 
 
 def _lifted(view: TensorView) -> TensorView:
-    """A contiguous tensor with four axes."""
+    """A contiguous view with leading axes of length 1, so that there are four."""
     shape = (1,) * (4 - len(view.shape)) + view.shape
-    return TensorView(view.dtype, shape, contiguous_strides(shape), view.device, view.storage)
-
-
-def _bfloat16() -> Any:
-    try:
-        import ml_dtypes
-    except ImportError:
-        return np.uint16
-    return ml_dtypes.bfloat16
+    return replace(view, shape=shape, strides=contiguous_strides(shape))

@@ -353,7 +353,7 @@ class KVCache:
             return cascade_attention(q, pool.k, pool.v, tables, lens, shared_pages=min(shared, before), **options)
         return flash_attention_paged(q, pool.k, pool.v, tables, lens, **options)
 
-    # -- how ---------------------------------------------------------------------------------------------------------
+    # -- checks and helpers ------------------------------------------------------------------------------------------
 
     def _layer(self, op: str, layer: int) -> int:
         number = layer if type(layer) is int else checked_integer(f"KVCache.{op}", "layer", layer, "count from 0")
@@ -365,11 +365,7 @@ class KVCache:
         for name in ("block_tables", "context_lens", "layout", "k_scale", "v_scale"):
             if name in options:
                 raise InvalidArgumentError(f"[KVCache.attend] expected no {name}, got one; the cache has its own")
-        if not self._front.accepts(q):
-            raise InvalidDtypeError(
-                f"[KVCache.attend] expected q to be an array like those of the cache, got {type(q).__name__}; convert "
-                "it, or make the cache with another device="
-            )
+        self._require_own_kind("attend", "q", q)
         packed = options.get("cu_seqlens_q") is not None
         if q.ndim not in ((3,) if packed else (3, 4)) or not (packed or q.shape[0] == len(seqs)):
             form = "[tokens, heads_q, head_dim]" if packed else f"[{len(seqs)}, heads_q, tokens or none, head_dim]"
@@ -378,16 +374,19 @@ class KVCache:
                 "sequence its queries"
             )
 
+    def _require_own_kind(self, op: str, name: str, array: Any) -> None:
+        if not self._front.accepts(array):
+            raise InvalidDtypeError(
+                f"[KVCache.{op}] expected {name} to be an array like those of the cache, got {type(array).__name__}; "
+                "convert it, or make the cache with another device="
+            )
+
     def _rows(
         self, seqs: tuple[int, ...], k: Any, v: Any, lengths: Sequence[int] | None
     ) -> tuple[Any, Any, tuple[int, ...]]:
         """New tokens as ``[batch, tokens, heads, dim]``, and how many each sequence gets."""
         for name, array in (("k", k), ("v", v)):
-            if not self._front.accepts(array):
-                raise InvalidDtypeError(
-                    f"[KVCache.append] expected {name} to be an array like those of the cache, got "
-                    f"{type(array).__name__}; convert it, or make the cache with another device="
-                )
+            self._require_own_kind("append", name, array)
             if array.ndim not in (3, 4) or array.ndim != k.ndim:
                 raise InvalidShapeError(
                     f"[KVCache.append] expected k and v of [tokens, heads_kv, dim] or [sequences, heads_kv, tokens, "
@@ -442,8 +441,7 @@ class KVCache:
             raise InvalidArgumentError(
                 "[KVCache.attend] expected no rope with packed queries, got one; rotate q before"
             )
-        turned = q[:, :, None] if q.ndim == 3 else q
-        batch, _, rows, _ = turned.shape
+        batch, rows = q.shape[0], 1 if q.ndim == 3 else q.shape[2]
         _check_positions("attend", rope, max(lengths, default=0))
         positions = np.array(lengths, np.int32)[:, None] - rows + np.arange(rows, dtype=np.int32)
         places = np.stack([np.arange(batch * rows, dtype=np.int32), positions.reshape(-1)])
@@ -469,16 +467,16 @@ class KVCache:
 
 
 def rotate(op: str, x: Any, places: Any, rope: tuple[Any, Any], interleaved: bool, backend: str | None = None) -> Any:
-    """Rows ``[batch, heads, tokens, dim]``, or ``[batch, heads, dim]``, turned by the angles of their positions.
+    """Rotate rows ``[batch, heads, tokens, dim]``, or ``[batch, heads, dim]``, by the angles of their positions.
 
     Parameters
     ----------
     op : str
-        Who asks, for messages.
+        The public function, for messages.
     places : int32 array
         ``[2, batch * tokens]``: the numbers from 0 on, and the position of each token.
     """
-    front = _front_of(x)
+    front = _front(None if isinstance(x, np.ndarray) else x.device)
     four = x[:, :, None] if x.ndim == 3 else x
     out = front.new(four)
     arrays = {"k": four.swapaxes(1, 2), "k_cache": out.swapaxes(1, 2), "places": places, **_angles(rope)}
@@ -537,7 +535,3 @@ def _front(device: Any) -> ModuleType:
     except ModuleNotFoundError as error:
         raise without_torch("KVCache", error) from None
     return kvcache
-
-
-def _front_of(array: Any) -> ModuleType:
-    return _front(None if isinstance(array, np.ndarray) else array.device)

@@ -16,8 +16,14 @@ from aule.ir import KernelIR
 from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.shared.checks import checked_number
 from aule.target import Target
+from aule.view import TensorView, contiguous_strides
 
 _DTYPES = ("f32", "f16", "bf16")
+
+
+def contiguous(dtype: str, shape: tuple[int, ...]) -> TensorView:
+    """A view of a contiguous array without memory."""
+    return TensorView(dtype, shape, contiguous_strides(shape), "device", None)
 
 
 class EmittedKernel(ABC):

@@ -200,9 +200,8 @@ def validate_config(config: NeedsSharedMemory, limit: int | Target) -> None:
 def shape_for_tiles(target: Target, tile_q: int, tile_kv: int, head_dim: int, value_dim: int) -> SimtShape:
     """Threads and chunks for tiles that a person chose.
 
-    The table's own shape is taken where it has these tiles. Otherwise, of all ways to lay threads over the tiles that
-    fit the device: the first in which a thread's sums stay in registers, with Q kept in shared memory, rows within a
-    subgroup and long chunks going first.
+    A shape of the table with these tiles comes first. Otherwise it is the first layout of threads that fits the device
+    and keeps a thread's sums in registers; resident Q, rows within a subgroup and long chunks are preferred.
 
     Raises
     ------
@@ -210,10 +209,11 @@ def shape_for_tiles(target: Target, tile_q: int, tile_kv: int, head_dim: int, va
         Naming the need, the limit and the remedy.
     """
     check_tiles(tile_q, tile_kv)
-    ways = list(_ways(tile_q, tile_kv, head_dim))
-    possible = [s for s in ways if s.threads <= target.max_threads and s.accumulators(value_dim) <= MAX_ACCUMULATORS]
+    candidates = list(_candidates(tile_q, tile_kv, head_dim))
+    allowed = [s for s in candidates if s.threads <= target.max_threads]
+    possible = [s for s in allowed if s.accumulators(value_dim) <= MAX_ACCUMULATORS]
     if not possible:
-        most = max((s for s in ways if s.threads <= target.max_threads), key=lambda s: s.threads, default=ways[-1])
+        most = max(allowed, key=lambda s: s.threads, default=candidates[-1])
         raise InvalidArgumentError(
             f"[with_tiles] expected tiles of which one thread holds at most {MAX_ACCUMULATORS} sums, got {tile_q} x "
             f"{tile_kv} with {most.accumulators(value_dim)} in workgroups of {most.threads} ({target.name} allows "
@@ -246,8 +246,8 @@ def check_tiles(tile_q: int, tile_kv: int) -> None:
         )
 
 
-def _ways(tile_q: int, tile_kv: int, head_dim: int) -> Iterator[SimtShape]:
-    """All ways to lay threads over tiles, the preferred first."""
+def _candidates(tile_q: int, tile_kv: int, head_dim: int) -> Iterator[SimtShape]:
+    """All layouts of threads over tiles, the preferred first."""
     # 8 columns a step where 16 would compute on more padding, as the table's own shapes do.
     longest = 8 if padded(head_dim, 8) < padded(head_dim, 16) else 16
     for known in (simt_shape(record.use) for record in tuning.family_records(GENERIC, SIMT)):
