@@ -137,7 +137,8 @@ def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> 
     device = host_device(problem.dtype, options.backend)
     target = None
     if options.out is not None:
-        target = _lift(checked_out(options.out, operands.out_shape, problem.dtype))
+        target = checked_out(options.out, operands.out_shape, problem.dtype)
+        target = target[(None,) * (4 - target.ndim)]
     out, lse = forward_on_host(problem, operands, device, target)
     result = options.out
     if result is None:
@@ -259,10 +260,6 @@ def checked_out(out: object, shape: tuple[int, ...], dtype: str, op: str = "flas
             "copy it first"
         )
     return out.view(STORED[dtype]) if dtype == "bf16" else out
-
-
-def _lift(array: Array) -> Array:
-    return array[(None,) * (4 - array.ndim)]
 
 
 def _required(lse: Array | None) -> Array:

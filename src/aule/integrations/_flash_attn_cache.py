@@ -39,7 +39,9 @@ def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
 
     The cache is written only after all checks that the host can make.
     """
-    _check(call)
+    _check_combination(call)
+    _check_tensors(call)
+    _check_rows(call)
     batch, rows, heads, _ = call.q.shape
     room = call.k_cache.shape[1] * (1 if call.block_table is None else call.block_table.shape[1])
     seqlens = _lengths(call, room)
@@ -47,10 +49,10 @@ def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
     k, v, table, lens = _keys(call, room, lens)
     q = call.q
     if call.k is not None:
-        decode_options = DecodeOptions(
-            lens, table, return_lse=True, **options | ({} if table is not None else {"layout": "HND"})
+        layout = "HND" if table is None else "NHD"
+        check_decode(
+            call.op, q.transpose(1, 2), k, v, DecodeOptions(lens, table, layout=layout, return_lse=True, **options)
         )
-        check_decode(call.op, q.transpose(1, 2), k, v, decode_options)
         _check_new(call, options)
         q = _append(call, q, seqlens, options)
     out = q.new_empty(batch, rows, heads, call.v_cache.shape[3])
@@ -202,12 +204,6 @@ def _integers(call: CacheCall, name: str, given: Any, most: int) -> Any:
                 "more room"
             )
     return given.to(call.q.device, torch.int32)
-
-
-def _check(call: CacheCall) -> None:
-    _check_combination(call)
-    _check_tensors(call)
-    _check_rows(call)
 
 
 def _check_combination(call: CacheCall) -> None:

@@ -25,7 +25,7 @@ from aule.options import AttentionOptions
 
 Mask: TypeAlias = "Tensor | None"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_OP = "[scaled_dot_product_attention]"
+_OP = "scaled_dot_product_attention"
 
 
 class Arguments(NamedTuple):
@@ -168,7 +168,7 @@ def translate(
 
 
 def _refuse(reason: str, kind: Callable[[str], AuleError], expected: str, got: object, remedy: str = "") -> NoReturn:
-    message = f"{_OP} {expected}, got {got}; {remedy or 'use torch.nn.functional.scaled_dot_product_attention'}"
+    message = f"[{_OP}] {expected}, got {got}; {remedy or 'use torch.nn.functional.scaled_dot_product_attention'}"
     raise Refused(reason, kind(message))
 
 
@@ -228,7 +228,8 @@ def _check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> None:
 
 def _check_numbers(dropout_p: float, scale: float | None) -> None:
     if type(dropout_p) is not float or (scale is not None and type(scale) is not float):
-        dropout_p, scale = _number("dropout_p", dropout_p), None if scale is None else _number("scale", scale)
+        dropout_p = _checked(checked_number, "dropout_p", dropout_p)
+        scale = None if scale is None else _checked(checked_number, "scale", scale)
     if not 0.0 <= dropout_p <= 1.0:
         _refuse("dropout_p", InvalidArgumentError, "expected dropout_p in 0..1", dropout_p, "pass 0.0 for none")
     if scale is not None and not math.isfinite(scale):
@@ -236,40 +237,33 @@ def _check_numbers(dropout_p: float, scale: float | None) -> None:
         _refuse("scale", InvalidArgumentError, "expected a finite scale or None", scale, remedy)
 
 
-def _number(name: str, value: object) -> float:
+def _checked(check: Callable[[str, str, object], Any], name: str, value: object) -> Any:
     try:
-        return checked_number(_OP[1:-1], name, value)
+        return check(_OP, name, value)
     except InvalidArgumentError as error:
         raise Refused(name, error) from None
 
 
 def _flag(name: str, value: object) -> bool:
-    if type(value) is bool:
-        return value
-    try:
-        return checked_flag(_OP[1:-1], name, value)
-    except InvalidArgumentError as error:
-        raise Refused(name, error) from None
+    return value if type(value) is bool else bool(_checked(checked_flag, name, value))
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if min(query.dim(), key.dim(), value.dim()) < 2:
-        got = _shapes(query, key, value)
-        _refuse("shapes", InvalidShapeError, "expected tensors [..., seq, head_dim]", got, "add the missing axes")
+        _refuse_shapes((query, key, value), "expected tensors [..., seq, head_dim]", "add the missing axes")
     if query.shape[-1] != key.shape[-1]:
-        got = _shapes(query, key, value)
-        _refuse("shapes", InvalidShapeError, "expected query and key of one head_dim", got, "make them equal")
+        _refuse_shapes((query, key, value), "expected query and key of one head_dim", "make them equal")
     if key.shape[-2] != value.shape[-2]:
-        got = _shapes(query, key, value)
-        _refuse("shapes", InvalidShapeError, "expected key and value of one length", got, "make them equal")
+        _refuse_shapes((query, key, value), "expected key and value of one length", "make them equal")
     largest = max(query.shape[-1], value.shape[-1])
     if largest > MAX_HEAD_DIM:
         expected = f"expected a head_dim of at most {MAX_HEAD_DIM}"
         _refuse(f"head_dim above {MAX_HEAD_DIM}", InvalidShapeError, expected, largest)
 
 
-def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
-    return f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
+def _refuse_shapes(tensors: tuple[Tensor, Tensor, Tensor], expected: str, remedy: str) -> NoReturn:
+    query, key, value = (list(x.shape) for x in tensors)
+    _refuse("shapes", InvalidShapeError, expected, f"query {query}, key {key} and value {value}", remedy)
 
 
 def _heads(tensor: Tensor) -> int:
@@ -316,8 +310,7 @@ def _leading(
         lead = tuple(torch.broadcast_shapes(scores, lead_v))
     except RuntimeError:
         remedy = "give each axis its full length or 1, or pass enable_gqa=True"
-        got = _shapes(query, key, value)
-        _refuse("shapes", InvalidShapeError, "expected leading axes that broadcast", got, remedy)
+        _refuse_shapes((query, key, value), "expected leading axes that broadcast", remedy)
     return (lead[:-1], lead[-1], scores) if lead else ((), 1, scores)
 
 
