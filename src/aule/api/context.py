@@ -265,7 +265,6 @@ class Aule:
     def _problem(
         self, q: Tensor, k: Tensor, v: Tensor, results: dict[str, Tensor], options: dict[str, Any], return_lse: bool
     ) -> tuple[AttentionProblem, Operands]:
-        """Validate a call on tensors of this context."""
         device = self._open()
         for name in options:
             if name not in _OPTIONS:

@@ -227,7 +227,6 @@ def cascade_attention(
 def _check_cascade(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, context_lens: Any, shared_pages: Any, options: dict[str, Any]
 ) -> None:
-    """Refuse arguments of `cascade_attention` that are not what it expects."""
     for name in ("window", "alibi_slopes", "out"):
         if options.get(name) is not None:
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""ADD A FRONT END HERE: kinds of arrays, tried in order.
+"""Front ends, one per kind of array, tried in order (ADD A FRONT END HERE).
 
 A front end is a module with ``accepts(array) -> bool`` and ``flash_attention``, ``flash_attention_varlen``, ``decode``,
 ``merge_states``, ``row_op`` (every row operation) and ``to_precision``; `aule.frontends.dlpack` is the shortest.
@@ -37,9 +37,8 @@ FRONT_ENDS: tuple[tuple[Callable[[], ModuleType], str | None], ...] = (
     (_torch, "torch"),
     (_dlpack, None),
 )
-"""Functions that import each front end, and the framework that must be loaded for it to apply. They are import
-statements because PyTorch's compiler follows a first call through them, but not through importlib."""
-
+"""Functions that import each front end, and the framework that must be loaded for it to apply. They use import
+statements because PyTorch's compiler can trace these, but not importlib."""
 
 by_type: dict[type, ModuleType] = {}
 """Front ends found so far."""

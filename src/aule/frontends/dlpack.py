@@ -37,7 +37,7 @@ def flash_attention_varlen(
 
 
 def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    """An op of the catalogue on DLPack arrays; the result comes from the namespace of the first."""
+    """A row operation on DLPack arrays; the result comes from the namespace of the first."""
     operands = CATALOGUE[name].operands
     first = operands[0].name
     given = tuple(

@@ -36,7 +36,7 @@ _NAMES = {
     "float8_e4m3fn": "e4m3",
 }
 _BITS = {"bf16": np.uint16, "e4m3": np.uint8}
-"""Types by whose bits elements are viewed that NumPy lacks."""
+"""NumPy's type for the bits of elements of a type that NumPy lacks."""
 
 
 def accepts(array: object) -> bool:
@@ -111,7 +111,7 @@ def make(array: Array, device: None, dtype: Any, op: str) -> Array:
 
 
 def seeded(options: AttentionOptions) -> AttentionOptions:
-    """The options with the words of a seed, given or new, if weights are dropped."""
+    """The options with the words of a seed, given or drawn, if weights are dropped."""
     if isinstance(options.seed, np.ndarray):
         return options
     words = _seed_words("flash_attention", options.dropout_p, options.seed)
@@ -164,13 +164,7 @@ def flash_attention_varlen(
 
 
 def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    """An op of the catalogue on NumPy arrays; the result is finished on return.
-
-    Parameters
-    ----------
-    arrays, options : tuple
-        In the order of the op's spec; None for arrays that are not given.
-    """
+    """A row operation on NumPy arrays, finished on return; arrays and options are in the order of its spec."""
     spec = CATALOGUE[name]
     first = spec.operands[0].name
     if spec.seed is not None:

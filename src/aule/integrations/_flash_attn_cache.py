@@ -164,7 +164,6 @@ def _divisor(size: int) -> int:
 
 
 def _rows(call: CacheCall, batch: int) -> Any:
-    """Return the cache row of each sequence."""
     if call.cache_batch_idx is None:
         return torch.arange(batch, dtype=torch.int32, device=call.q.device)
     return _integers(call, "cache_batch_idx", call.cache_batch_idx, call.k_cache.shape[0] - 1)

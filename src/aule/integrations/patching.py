@@ -116,8 +116,6 @@ def patch_model(
 
 
 class _Patch:
-    """Replaces layers and counts what it did."""
-
     def __init__(self) -> None:
         self.swapped: Counter[str] = Counter()
         self.classes: Counter[str] = Counter()

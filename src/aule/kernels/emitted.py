@@ -39,7 +39,6 @@ class EmittedKernel(ABC):
             raise InvalidDtypeError(f"[{kind}] expected dtype {', '.join(_DTYPES)}, got {dtype!r}; choose one")
 
     def _check_heads(self, head_dim: Any, num_heads: int, num_kv_heads: int) -> None:
-        """Refuse head dimensions and numbers of heads that attention does not support."""
         kind = type(self).__name__
         if not isinstance(head_dim, (int, np.integer)) or not 1 <= head_dim <= MAX_HEAD_DIM:
             raise InvalidShapeError(

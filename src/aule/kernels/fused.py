@@ -93,8 +93,6 @@ class _RowsKernel(FusedKernel):
 
 
 class _GatedKernel(_RowsKernel):
-    """A kernel on a gate and a value to be gated."""
-
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return dict.fromkeys(("gate", "up"), (self.dtype, (self.rows, self.length)))
 

@@ -285,7 +285,7 @@ def saved_of(tensors: Mapping[str, Tensor]) -> Saved:
 
 
 def gradient_device(q: Tensor, spec: str | None, training: bool, foreign: bool) -> Device | None:
-    """The device for CPU tensors whose gradients may be asked for; None stands for NumPy.
+    """The device for CPU tensors that may need gradients; None stands for NumPy.
 
     Tensors stay on the CPU unless there is only another device or one is forced; ``foreign`` ones, which are copied
     anyway, go to the best. NumPy has no gradients: it is refused if ``training``.

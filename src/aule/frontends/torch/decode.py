@@ -60,10 +60,10 @@ _plain = _fields(("layout", "causal", "scale", "window", "softcap", "return_lse"
 
 
 def repeat_key(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> tuple[Hashable, list[Tensor]] | None:
-    """Key and tensors under which a call may be repeated; None for other calls.
+    """Key and tensors under which a call may be repeated; None if it cannot be.
 
-    Others have options that are tensors, indices that must be converted or brought to the device, and packed queries
-    whose longest length must be read from the device.
+    It cannot if an option is a tensor, if indices must be converted to int32, or if the longest length of packed
+    queries must be read from the device.
     """
     lens, tables, cu_q, longest = options[:4]
     if (
@@ -98,7 +98,7 @@ class Decode(Call):
         self.results = ("o", "lse")[: 1 + options.return_lse]
 
     def problem(self, view: ViewOf, op: str | None = None) -> tuple[DecodeProblem, DecodeOperands]:
-        """Check the call, in the name of ``op`` where that is another function."""
+        """Check the call; errors name ``op``, by default the call's own."""
         op = op or self.op
         refuse_tracing(op)
         names = {"q": "q", "k": "k", "v": "v"} | _ARRAYS
@@ -157,7 +157,6 @@ class Decode(Call):
         return self if options is self.options else Decode(q, k, v, options, self.repeat_key)
 
     def _converted(self) -> DecodeOptions:
-        """The options with indices as int32."""
         options = self.options
         return options._replace(**{name: integers(self.op, name, x) for name, x in options.indices().items()})
 
@@ -191,7 +190,7 @@ class Decode(Call):
 
 
 def decode_call(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, key: Hashable | None = None) -> Decode:
-    """A call with options by their values; other arrays than tensors are refused."""
+    """A call with plain values for options; refuses arrays that are not tensors."""
     if key is None:
         options = options._replace(**by_value(options.op, options))
         for name, x in {"k": k, "v": v, **options.arrays()}.items():
@@ -203,7 +202,7 @@ def decode_call(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, key: Ha
 
 
 def check_decode(op: str, q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> None:
-    """Raise what is wrong with a call, in the name of ``op``, without making it."""
+    """Check a call without computing it; errors name ``op``."""
     indices = {name: integers(op, name, x) for name, x in options.indices().items()} if q.is_cpu else {}
     Decode(q, k, v, options._replace(**indices)).problem(view_on_host if q.is_cpu else view_on_device, op)
 

@@ -1,9 +1,8 @@
 """Entry of calls on torch tensors. Imported only when torch is loaded already.
 
-A call that computes at once becomes a `Call`, which the route of its first tensor computes (`route`); calls that need
-gradients go through `autograd` first, and calls like an earlier one are launched at once (`repeated`). Where PyTorch
-traces, transforms or intercepts operators, the call becomes an operator of `compile`, which comes to the same routes
-when it runs.
+Calls like an earlier one are launched at once (`repeated`). Other calls become a `Call`, which the route of the first
+tensor computes (`route`); if a gradient is needed, `autograd` comes first. Where PyTorch traces, transforms or
+intercepts operators, the call becomes an operator of `compile`, which takes the same routes when it runs.
 """
 
 from __future__ import annotations
@@ -61,10 +60,9 @@ def accepts(array: object) -> bool:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> WithLse:
     """Attention on torch tensors.
 
-    PyTorch must see an operator where the elements are not simply in memory, or something watches the call: inside
-    dispatch modes (which include the fake tensors of graph tracing), functorch transforms and forward-mode
-    differentiation, and for subclasses with ``__torch_dispatch__``. An operator costs far more than the questions,
-    which are therefore asked on every call, in line.
+    The call must be an operator inside dispatch modes (which include the fake tensors of graph tracing), functorch
+    transforms and forward-mode differentiation, and for subclasses with ``__torch_dispatch__``. An operator takes far
+    longer than these checks, which are made in line because every call pays for them.
     """
     if read_by_dynamo():
         from aule.frontends.torch.compile import dynamo  # imports the compiler
@@ -123,8 +121,8 @@ def _attention_operator(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptio
 def _completed(op: str, q: Tensor, options: AttentionOptions) -> AttentionOptions:
     """The options, checked, with a seed on the device of ``q`` if weights are dropped.
 
-    A seed that is not given is drawn there from PyTorch's generator, which `torch.manual_seed` sets. Nothing waits for
-    the device, and a CUDA graph can hold it; a compiled graph draws anew each time, since this is traced.
+    A seed that is not given is drawn there from PyTorch's generator (see `seeds`). A compiled graph draws a new one
+    each time, since this function is traced.
     """
     exactly = checked_deterministic(op, options.deterministic)
     checked_precision(op, options.precision)
@@ -235,9 +233,9 @@ def _under_autocast(
 ) -> tuple[tuple[Tensor | None, ...], tuple[object, ...]]:
     """Apply autocast to a call, if it is on for the tensors' device.
 
-    Weights of float32 take the dtype of rows that have autocast's. Rows of float32 stay as they are: rounded before
-    they are normalised, they would lose what a large mean leaves of them. Losses have 32 bits, like PyTorch's own,
-    since gradients are scaled up by the loss.
+    If rows have autocast's dtype, float32 weights are converted to it. float32 rows stay as they are: with a large
+    mean, rounding before normalisation would lose their digits. Losses are float32, like PyTorch's own, because
+    gradients are scaled by them.
     """
     x = tensors[0]
     assert x is not None

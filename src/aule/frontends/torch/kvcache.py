@@ -1,4 +1,4 @@
-"""Caches of keys and values in torch tensors: new rows are written, and pages copied, where the cache lies."""
+"""Caches of keys and values in torch tensors: writes new rows and copies pages in place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from aule.runtime.base import Device
 from aule.target import Target
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Types by whose bits NumPy can view any tensor."""
+"""Integer types of each size, by which NumPy views the bits of any tensor."""
 
 
 def accepts(array: object) -> bool:
@@ -61,7 +61,7 @@ def new(tensor: Tensor) -> Tensor:
 
 
 def integers(array: npt.NDArray[np.int32], device: torch.device) -> Tensor:
-    """Integers made on the host, where the cache is; not to be written to."""
+    """Copy host integers to the device of the cache; the result must not be written to."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
@@ -81,7 +81,7 @@ def copy_pages(arrays: Mapping[str, Tensor], pairs: npt.NDArray[np.int32], *, ba
 
 
 def _served(op: str, tensor: Tensor) -> Route:
-    """The route of a cache, which must be written to where it lies."""
+    """The route of a cache, which must be one that writes in place."""
     found = route.home(tensor)
     if not found.in_place:
         raise AuleError(
@@ -95,7 +95,7 @@ def _served(op: str, tensor: Tensor) -> Route:
 class _Write(Call):
     """A call without results, which writes to its operands.
 
-    The backend is chosen for caches in host memory alone; others are written to by the device that has them.
+    The caller's backend counts only for caches in host memory; others are written by their own device.
     """
 
     __slots__ = ("writer",)
@@ -127,8 +127,6 @@ class _Write(Call):
 
 
 class _Append(_Write):
-    """New rows for caches."""
-
     __slots__ = ("interleaved",)
 
     def __init__(self, op: str, arrays: Mapping[str, Tensor], interleaved: bool, backend: str | None) -> None:
@@ -151,8 +149,6 @@ class _Append(_Write):
 
 
 class _Copy(_Write):
-    """Pages to be copied, with their numbers in ``pairs``."""
-
     __slots__ = ("pairs",)
 
     def __init__(self, flat: Mapping[str, Tensor], pairs: npt.NDArray[np.int32], backend: str | None) -> None:

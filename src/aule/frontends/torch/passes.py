@@ -26,7 +26,7 @@ def forward_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp in the type computed in, both fresh and contiguous, for `gradients`.
 
-    If there is only NumPy, which has no gradients, ``training`` refuses.
+    With ``training``, a machine that has only NumPy is refused, since NumPy has no gradients.
     """
     key, tensors = repeat_key(q, k, v, options, training)
     found = repeated.repeat(key, tensors)

@@ -1,11 +1,11 @@
-"""Repeated calls: from one look-up and one question to PyTorch to the launches.
+"""Repeated calls: one look-up and one comparison in C++, then the launches.
 
-Asking in Python about every tensor of a call, and about the state PyTorch is in, takes longer than the launch. PyTorch
-has one function in C++ that compares it all with an earlier call, by which compiled code decides whether it may run
-again: type, dtype, device, shape, strides, need of a gradient, and every transform, autocast or mode that wants to see
-operators. The function is private to PyTorch, so it is tried before it is used; without it calls take the longer way.
+Checking every tensor and PyTorch's state in Python takes longer than the launch. The guards of PyTorch's compiler
+compare all of it with an earlier call in one C++ function: type, dtype, device, shape, strides, requires_grad, and
+every transform, autocast or mode that handles operators. They are private to PyTorch, so `reliable` tests them first;
+without them no call is repeated.
 
-Attention, decoding and row operations come here first, with the same key under which their route remembered a call.
+Attention, decoding and row operations come here first, with the key under which their route remembered a call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Group:
         self.last = last
 
     def other(self, key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
-        """The results of a call like another than the last one."""
+        """The results of a call like a remembered one other than the last."""
         try:
             found: Repeated | None = _calls.get(_with_shapes(key, tensors))
         except (TypeError, ValueError, RuntimeError):  # sizes that are unknown, or of a nested tensor
@@ -63,16 +63,9 @@ class _Group:
 
 
 class Repeated(ABC):
-    """A call with everything fixed but memory and stream, for tensors like those of an earlier one.
+    """A call with everything fixed but memory and stream.
 
-    Parameters
-    ----------
-    call : Call
-        The earlier call.
-    ready : Ready
-        Its launches.
-    tensors : sequence of Tensor
-        All its tensors.
+    Its parameters are an earlier call, the launches of that call and all its tensors.
     """
 
     __slots__ = (
@@ -97,14 +90,14 @@ class Repeated(ABC):
 
     @abstractmethod
     def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
-        """The results, or None for another kind of call: nothing was done then.
+        """The results; None, without side effects, if the call differs from the earlier one.
 
-        Forward differentiation, and gradients of tensors that were given without them, are not seen by PyTorch's
-        function; `repeat` has asked for dispatch modes.
+        PyTorch's guards do not see forward-mode differentiation, or gradients that were off in the earlier call;
+        `repeat` has excluded dispatch modes.
         """
 
     def _in_place(self, tensors: Sequence[Tensor], empty: Callable[..., Tensor]) -> list[Tensor]:
-        """Results some of which are in the caller's memory, or have a value before the launches."""
+        """Memory of the results, if some is the caller's or must be filled before the launches."""
         assert self._made is not None
         made = []
         for (home, fill), output in zip(self._made, self._outputs, strict=True):
@@ -126,7 +119,6 @@ class OnHost(Repeated):
 
     @staticmethod
     def possible(tensors: Sequence[Tensor]) -> bool:
-        """Whether such a call can be repeated."""
         return _empty_cpu is not None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
@@ -163,7 +155,6 @@ class OnCuda(Repeated):
 
     @staticmethod
     def possible(tensors: Sequence[Tensor]) -> bool:
-        """Whether such a call can be repeated."""
         there = _empty_cuda is not None and _current_device is not None and _raw_stream is not None
         return there and not reduce(or_, [x.data_ptr() for x in tensors]) & 15
 
@@ -192,7 +183,7 @@ class OnCuda(Repeated):
 
 
 class PlainOnCuda(OnCuda):
-    """A repeated call with three operands and one result, like most of attention: the same without loops."""
+    """A repeated call with three operands and one result, as most calls of attention, without loops."""
 
     __slots__ = ()
 
@@ -200,7 +191,7 @@ class PlainOnCuda(OnCuda):
         q, k, v = tensors
         try:
             nested = q.is_nested or k.is_nested or v.is_nested
-        except AttributeError:  # no tensor
+        except AttributeError:  # not a tensor
             return None
         if (
             nested
@@ -219,7 +210,7 @@ class PlainOnCuda(OnCuda):
 
 
 def _nested(tensors: Sequence[Tensor]) -> bool:
-    """Whether a tensor is nested, for which PyTorch's function would end the process, or none at all."""
+    """Whether an argument is a nested tensor, for which PyTorch's guards would end the process, or no tensor."""
     try:
         for x in tensors:
             if x.is_nested:
@@ -230,12 +221,12 @@ def _nested(tensors: Sequence[Tensor]) -> bool:
 
 
 def repeat(key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
-    """The results of a call like a remembered one; None for any other: nothing was done then."""
+    """The results of a call like a remembered one; None, without side effects, for any other."""
     if _dispatch_modes():  # sizes may be unknown
         return None
     try:
         group: _Group | None = _groups.get(key)
-    except TypeError:  # no key; the longer way says what is wrong
+    except TypeError:  # not hashable; the check of the call says what is wrong
         return None
     if group is None:
         return None
@@ -262,18 +253,18 @@ def _with_shapes(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
 
 
 def forget() -> None:
-    """Let all calls be new ones."""
+    """Forget all remembered calls."""
     _calls.clear()
     _groups.clear()
 
 
-# -- PyTorch's function ------------------------------------------------------------------------------------------------
+# -- PyTorch's guards --------------------------------------------------------------------------------------------------
 
 
 def same_as(*tensors: Tensor) -> Callable[..., bool]:
-    """PyTorch's check whether other tensors, and the state PyTorch is in, are like these and the present state."""
+    """A function that compares other tensors and PyTorch's state with these tensors and the present state."""
     first = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
-    if len(first) < len(tensors):  # PyTorch's function refuses to look at a tensor twice
+    if len(first) < len(tensors):  # PyTorch's guards refuse a tensor that is given twice
         firsts = [first[id(x)] for x in tensors]
         distinct = same_as(*(x for i, x in enumerate(tensors) if firsts[i] == i))
 
@@ -289,7 +280,7 @@ def same_as(*tensors: Tensor) -> Callable[..., bool]:
 
 @cache
 def reliable() -> bool:
-    """Whether PyTorch's check tells apart what it has to."""
+    """Whether PyTorch's guards distinguish all that matters here."""
     x = torch.empty(2, 3, device="cpu")  # PyTorch's default device may be another
     y, transposed = torch.empty_like(x), x.new_empty(3, 2).T
     others = [x[:1], x[None], transposed, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
@@ -301,6 +292,6 @@ def reliable() -> bool:
             told = told and not same(x.clone(), y)
         with torch.autocast("cpu", torch.bfloat16):
             told = told and not same(x, y)
-    except Exception:  # another signature, or none at all: there is the longer way
+    except Exception:  # the guards have another signature, or are missing
         return False
     return told

@@ -25,7 +25,7 @@ from aule.runtime.base import Device
 Tensors = Sequence[Tensor | None]
 Options = tuple[object, ...]
 _PLAIN = frozenset((float, int, bool, str, type(None)))
-"""Types of options that are keys by value."""
+"""Types of options whose hash is that of their value."""
 
 
 class RowOp(Call):
@@ -146,9 +146,9 @@ def named_options(spec: OpSpec, options: Options) -> dict[str, object]:
 
 
 def by_value(spec: OpSpec, options: Options) -> Options:
-    """Options with tensors and arrays as the numbers and flags that they hold now, since calls are known by them.
+    """The options with tensors and arrays replaced by their present values, since they are part of keys.
 
-    Other objects stay as they are, for the check of the op to refuse.
+    Other objects stay as they are; the op's check refuses them.
     """
     if _PLAIN.issuperset(map(type, options)):
         return options

@@ -1,4 +1,4 @@
-"""Row operations that can be differentiated, and what they save for it."""
+"""Row operations with gradients, and the tensors that they save for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Compute = Callable[[OpSpec, Tensors, Options, "str | None", tuple[str, ...]], Re
 
 
 def seen(spec: OpSpec, found: Results) -> Tensor | Results:
-    """The results of an op that its caller sees."""
+    """The results of an op that its caller gets: without those saved for the gradient."""
     return found[0] if len(spec.outputs) == 1 else found[: len(spec.outputs)]
 
 
@@ -37,7 +37,7 @@ def with_gradient(spec: OpSpec, tensors: Tensors, options: Options, backend: str
 
 
 def _require_no_leaf(spec: OpSpec, number: int, x: Tensor | None) -> None:
-    """Refuse to write over tensors that autograd cannot go back from; autograd itself would notice too late."""
+    """Refuse to overwrite a leaf or a view of one; autograd itself would notice only after the kernel has run."""
     if x is None or not x.requires_grad:
         return
     got = None
@@ -55,7 +55,7 @@ def _require_no_leaf(spec: OpSpec, number: int, x: Tensor | None) -> None:
 
 
 class _RowOp(torch.autograd.Function):  # type: ignore[misc]
-    """An op with its gradient. Its inputs are the spec, the options, the backend and the tensors."""
+    """An op with its gradient; its inputs are the spec, the options, the backend and the tensors."""
 
     @staticmethod
     def forward(spec: OpSpec, options: Options, backend: str | None, *tensors: Tensor | None) -> Tensor | Results:
@@ -101,7 +101,7 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _run(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]) -> Results:
-    """A spec's results, by its operator where a transform is still under way."""
+    """A spec's results; by its operator inside a transform."""
     found = repeated.repeat(*repeat_key(spec, tensors, options, backend, wanted))
     if found is not None:
         return found
@@ -112,7 +112,7 @@ def _run(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, 
     return row_operators.run(spec, tensors, options, backend, wanted)
 
 
-# -- what is saved -----------------------------------------------------------------------------------------------------
+# -- saved tensors -----------------------------------------------------------------------------------------------------
 
 
 def required_gradient(spec: OpSpec) -> OpSpec:
@@ -131,12 +131,9 @@ def saved_names(spec: OpSpec) -> tuple[str, ...]:
 def saved(
     spec: OpSpec, tensors: Tensors, output: Tensor | Results, hidden: tuple[str, ...] = ()
 ) -> list[Tensor | None]:
-    """Tensors for the gradient, in the order of `saved_names`; None for those that it does without.
+    """Tensors for the gradient, in the order of `saved_names`; None for those that it does not need.
 
-    Parameters
-    ----------
-    hidden : tuple of str
-        Results at the end of ``output`` that callers do not see.
+    ``hidden`` names the results at the end of ``output`` that callers do not get.
     """
     known = dict(zip((operand.name for operand in spec.operands), tensors, strict=True))
     unused = _unused(spec, tensors)
@@ -150,14 +147,14 @@ def saved(
 
 
 def _unused(spec: OpSpec, tensors: Tensors) -> set[str]:
-    """Results of an op that would spare its gradient no work."""
+    """Results of an op that would save its gradient no work."""
     host = tensors[0] is not None and tensors[0].is_cpu
     return {name for name, number, small in _sparing(spec) if tensors[number] is None or not (host or small)}
 
 
 @cache
 def _sparing(spec: OpSpec) -> tuple[tuple[str, int, bool], ...]:
-    """Results that spare the gradient work: name, number of the operand whose work it is, and whether on GPUs, too."""
+    """Results that save the gradient the work of an operand: name, the operand's number, and whether on GPUs too."""
     numbers = {operand.name: i for i, operand in enumerate(spec.operands)}
     operands = required_gradient(spec).operands
     return tuple((x.name, numbers[x.spares], x.small) for x in operands if x.spares is not None)
@@ -165,12 +162,12 @@ def _sparing(spec: OpSpec) -> tuple[tuple[str, int, bool], ...]:
 
 @cache
 def _standing_in(spec: OpSpec) -> frozenset[str]:
-    """Results that stand for everything else that the gradient would need."""
+    """Results that replace an operand and all other saved results."""
     return frozenset(x.name for x in required_gradient(spec).operands if x.stands_for is not None)
 
 
 def _outputs_to_save(spec: OpSpec, tensors: Tensors, backend: str | None) -> tuple[str, ...]:
-    """Results that a call makes for its gradient alone."""
+    """Results that a call computes only for its gradient."""
     first = tensors[0]
     if not spec.saved_outputs or first is None:
         return ()

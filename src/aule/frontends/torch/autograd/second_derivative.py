@@ -20,8 +20,6 @@ def refuse_second(found: Results, *inputs: Tensor | None, op: str = "flash_atten
 
 
 class _WithoutGradient(torch.autograd.Function):  # type: ignore[misc]
-    """A gradient without a gradient."""
-
     generate_vmap_rule = True
 
     @staticmethod

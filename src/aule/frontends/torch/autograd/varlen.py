@@ -23,7 +23,7 @@ REMEDY = "call flash_attention on each sequence"
 
 
 def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention on packed batches, differentiable where a tensor needs it; the call was checked."""
+    """Attention on packed batches, with gradients if a tensor needs one; `packed_call` has checked the call."""
     options = packed.options
     if grad_enabled() and needs_gradient(q, k, v, options):
         _check(q, options)
@@ -34,7 +34,7 @@ def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> T
 
 
 def _check(q: Tensor, options: AttentionOptions) -> None:
-    """Refuse tensors that need a gradient and have none."""
+    """Refuse tensors that require a gradient but cannot get one."""
     for name in (*CONSTANT, "out"):
         if getattr(getattr(options, name), "requires_grad", False) or (name == "out" and options.out is not None):
             raise no_gradient(f"{name}=", f"detach {name}, or leave it away", OP)
@@ -44,8 +44,6 @@ def _check(q: Tensor, options: AttentionOptions) -> None:
 
 
 class _Packed(torch.autograd.Function):  # type: ignore[misc]
-    """Attention on packed batches, with its gradient."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: Packed

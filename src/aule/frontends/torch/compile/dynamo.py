@@ -1,8 +1,7 @@
-"""Calls that PyTorch's compiler takes into its graphs as they are.
+"""Functions that PyTorch's compiler puts into its graphs without tracing into them.
 
-It would otherwise read the Python of a whole call, and fail on what is no part of a graph: errors, caches, locks. So it
-sees one function, which the later stages of compilation run with fake tensors and which becomes an operator of
-`aule.frontends.torch.compile` there. Imported only while compiling, since it imports the compiler.
+Tracing would fail on errors, caches and locks. Later stages of compilation run these functions with fake tensors, where
+they become operators of `aule.frontends.torch.compile`. Imported only while compiling, since it imports the compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> entry.Wi
 
 
 def _scaled_dot_product_attention(*arguments: Any) -> Tensor:
-    """`aule.scaled_dot_product_attention`."""
     return sdpa.compute(*arguments)
 
 
@@ -34,7 +32,7 @@ def _installed(number: int, *arguments: Any) -> Tensor:
 
 
 def _row_op(name: str, backend: str | None, tensors: int, *arguments: Any) -> Tensor | Results:
-    """A row operation of so many tensors."""
+    """A row operation; the first ``tensors`` of the arguments are its tensors."""
     return entry.row_op(name, arguments[:tensors], arguments[tensors:], backend)
 
 

@@ -63,7 +63,7 @@ Operator = Callable[..., tuple[Tensor, ...]]
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention as `aule.frontends.torch.entry.flash_attention` gives it, by the operator."""
+    """`aule.frontends.torch.entry.flash_attention` by the operator."""
     refuse_tracing()
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
     for name, tensor in tensors.items():
@@ -74,7 +74,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     try:
         arguments = _arguments(options)
     except (TypeError, ValueError):
-        _checked(q, k, v, options)  # says it better
+        _checked(q, k, v, options)  # raises a better message
         raise
     if transformed():
         out, lse = _Attention.apply(q, k, v, *arguments)
@@ -249,9 +249,9 @@ def _map_backward(call: Operator, info: Info, dims: Sequence[Dim], *arguments: A
 
 
 def _mapped(info: Info, dims: Sequence[Dim], arguments: Sequence[Any]) -> Mapped | None:
-    """How the call is folded into one batch; None when it cannot be.
+    """How the call is folded into one batch; None if a mapped tensor has no batch axis, or with dropout.
 
-    It cannot if a mapped tensor has no batch axis, or if weights are dropped: which ones depends on the batch number.
+    Which weights are dropped depends on the batch number.
     """
     mapped = Mapped(info.batch_size, arguments[0], dims[0])
     tensors = dict(zip(("q", "k", "v", *_ARRAYS), zip(arguments, dims, strict=True), strict=False))

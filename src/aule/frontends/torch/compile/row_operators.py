@@ -31,7 +31,7 @@ def operator(spec: OpSpec) -> Callable[..., Any]:
 
 
 def run(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]) -> Results:
-    """`compute` by the operator."""
+    """`aule.frontends.torch.passes.compute` by the operator."""
     if spec.name in CATALOGUE:
         found = operator(spec)(*tensors, *options, backend)
         return found if isinstance(found, tuple) else (found,)
@@ -49,8 +49,6 @@ def _schema(spec: OpSpec, gradient: bool) -> str:
 
 
 class _Arguments:
-    """An operator's arguments, taken apart."""
-
     def __init__(self, spec: OpSpec, arguments: Sequence[Any], gradient: bool) -> None:
         count = len(spec.operands)
         self.tensors: Sequence[Any] = arguments[:count]

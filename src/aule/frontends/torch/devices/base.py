@@ -24,13 +24,13 @@ Saving = Literal["nothing", "results", "one result"]
 class Route(ABC):
     """Computes calls on tensors of one kind of device. `aule.frontends.torch.route` chooses among routes.
 
-    The first call of a signature plans and builds; every further one goes from one look-up to the launches.
+    The first call of a signature plans and builds; later ones need one look-up before the launches.
     """
 
     in_place = True
-    """Whether tensors are computed on where they lie."""
+    """Whether kernels use the tensors' own memory."""
     packed_gradients = False
-    """Whether packed batches have gradients."""
+    """Whether gradients of packed batches are supported."""
 
     @abstractmethod
     def compute(self, call: Call) -> Results:
@@ -42,7 +42,7 @@ class Route(ABC):
 
 
 class Planned(Route):
-    """Tensors that aule's kernels compute on where they lie."""
+    """A route whose kernels use the tensors' own memory."""
 
     host_memory = False
     """Whether tensors are in host memory, where their contents can be checked."""
@@ -51,7 +51,7 @@ class Planned(Route):
 
     @abstractmethod
     def device(self, call: Call) -> Device:
-        """The device that computes a call; asked once per signature."""
+        """The device that computes a call; looked up once per signature."""
 
     @abstractmethod
     def memory(self, call: Call, device: Device) -> MemorySource | None:
@@ -62,7 +62,7 @@ class Planned(Route):
         """Start the launches of a call after PyTorch's work so far."""
 
     def remember(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
-        """Let calls like this one be repeated without coming here."""
+        """Let calls like this one be repeated by `repeated`, without this route."""
 
     def compute(self, call: Call) -> Results:
         return self.planned(call.placed(on_host=False), None)
@@ -117,12 +117,11 @@ class Planned(Route):
 
 
 def _laid_out(output: Output) -> Output:
-    """An output with strides."""
     return output._replace(strides=output.strides or torch.empty(output.shape, device="meta").stride())
 
 
 def copied_back(call: Call, found: Results) -> Results:
-    """Results that were computed elsewhere, in the caller's memory where the call has such."""
+    """Results that were computed elsewhere, copied into the caller's memory if the call gives some."""
     if not call.given:
         return found
     results = list(found)

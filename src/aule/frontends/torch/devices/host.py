@@ -1,4 +1,4 @@
-"""CPU tensors: computed on where they lie by the CPU engine, or by views on NumPy or another device."""
+"""CPU tensors: in place by the CPU engine, or through views by NumPy or another device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tensors on devices that aule does not drive in place (ROCm, XPU): through the host, and back.
 
-They are computed by the best device that aule has, which may be the very same GPU, driven through Vulkan or OpenCL, or
-else by the CPU engine. Slow but correct.
+The best device that aule has computes them: maybe the same GPU through Vulkan or OpenCL, else the CPU engine. Slow but
+correct.
 """
 
 from __future__ import annotations

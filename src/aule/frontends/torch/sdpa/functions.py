@@ -30,7 +30,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask
 
 
 def compute(*arguments: Any) -> Tensor:
-    """`scaled_dot_product_attention` where PyTorch's compiler does not read along."""
+    """`scaled_dot_product_attention` outside of PyTorch's compiler."""
     try:
         call = translate(Arguments(*arguments))
     except Refused as refused:
@@ -135,10 +135,10 @@ def set_function(function: Callable[..., Tensor]) -> None:
 
 
 def tag_graphs(serving: bool, backend: str | None = None) -> None:
-    """Keep compiled graphs that use aule's function apart, on disk, from those that use PyTorch's own.
+    """Give compiled graphs that use aule's function another key in PyTorch's cache on disk.
 
-    PyTorch finds a stored graph by what its compiler saw, and it sees ``torch.nn.MultiheadAttention`` as one call,
-    whatever is called inside. Like all settings of PyTorch's compiler this one belongs to the calling thread.
+    The key depends on what the compiler saw, and it sees ``torch.nn.MultiheadAttention`` as one call, whatever that
+    calls. Like all settings of PyTorch's compiler, the tag applies to the calling thread.
     """
     from torch.compiler import config
 
