@@ -33,7 +33,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
 _forward_ad = torch.autograd.forward_ad
 _chosen = settings.backend
-_MOST_MISSES = 8
+_MISSES_BEFORE_REPLACEMENT = 8
 """Misses of a remembered call before another call with its key and shapes replaces it: preparing one takes long."""
 
 _calls = Signatures()
@@ -238,7 +238,7 @@ def remember(kind: type[OnHost | OnCuda], call: Call, ready: Ready, tensors: Seq
     """Remember a call, unless another with its key and shapes is repeated more often."""
     key = _with_shapes(call.repeat_key, tensors)
     found: Repeated | None = _calls.get(key)
-    if found is not None and found.misses < _MOST_MISSES:
+    if found is not None and found.misses < _MISSES_BEFORE_REPLACEMENT:
         found.misses += 1
         return
     if kind.possible(tensors) and reliable():

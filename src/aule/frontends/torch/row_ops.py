@@ -104,10 +104,12 @@ class RowOp(Call):
         if spec.check is None:
             return None
         found = spec.check
-        whole = [(i, name) for i, (name, x) in enumerate(self.tensors.items()) if not x.is_floating_point()]
+        integer_operands = [(i, name) for i, (name, x) in enumerate(self.tensors.items()) if not x.is_floating_point()]
 
         def check(tensors: Sequence[Tensor]) -> None:
-            arrays = {name: host_array(tensors[i], dtype_name(tensors[i], name, spec.name)) for i, name in whole}
+            arrays = {
+                name: host_array(tensors[i], dtype_name(tensors[i], name, spec.name)) for i, name in integer_operands
+            }
             found(spec.name, problem, arrays)
 
         return check

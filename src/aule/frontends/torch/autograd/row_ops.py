@@ -82,7 +82,7 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
         spec: OpSpec = ctx.spec
         inputs = ctx.saved_tensors
         known = spec, douts[: len(spec.outputs)], inputs, ctx.options, ctx.backend, ctx.needs_input_grad[3:], _run
-        if not grad_enabled():  # as always, unless somebody wants second derivatives
+        if not grad_enabled():  # unless second derivatives are wanted
             return (None, None, None, *gradients(*known))
         with torch.no_grad():
             found = gradients(*known)
@@ -200,7 +200,7 @@ def gradients(
     known |= {f"d{name}": dout for name, dout in zip(spec.outputs, douts, strict=True)}
     for operand in gradient.operands:
         if known[operand.name] is None and not operand.optional:
-            like = next(x for x in known.values() if x is not None)  # an output that nobody used
+            like = next(x for x in known.values() if x is not None)  # for an output without a gradient
             known[operand.name] = torch.zeros_like(like)
     owned = [
         spec.gradients.get(operand.name) if need else None for operand, need in zip(spec.operands, needs, strict=True)
