@@ -101,7 +101,7 @@ class Tensor:
             self.free()
 
     def view(self) -> TensorView:
-        """The tensor as the engine sees it."""
+        """A view of the tensor for the engine."""
         device = self._context.device_name
         return TensorView(self._elem, self.shape, contiguous_strides(self.shape), device, self._memory())
 
@@ -201,8 +201,7 @@ class Aule:
         """Attention from tensors into a tensor: no host copy, no allocation, asynchronous.
 
         Options are those of `aule.flash_attention`; ``mask``, ``bias``, ``alibi_slopes``, ``sinks`` and the two of
-        ``rope`` are tensors.
-        ``causal`` is False by default. With ``dropout_p`` a few bytes are allocated for the seed, and freed.
+        ``rope`` are tensors. ``causal`` is False by default. With ``dropout_p`` a few bytes are allocated for the seed.
         """
         self._attention(q, k, v, out, None, options)
 

@@ -1,4 +1,4 @@
-"""Tile configurations: what a device is given, what that needs, and a refusal where it does not fit."""
+"""Tile configurations of devices, the shared memory they need, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ TILE_STEP = 8
 """Tiles are multiples of this: fewer rows or columns leave no work for a workgroup's threads."""
 
 _THREADS = ((16, 8), (8, 16), (16, 16), (8, 8), (32, 8), (8, 32))
-"""Columns and rows of threads, the preferred first. More than 256 would leave each too few registers for its sums."""
+"""Columns and rows of threads, the preferred first. More than 256 threads would have too few registers for sums."""
 
 LARGEST_SHARED = 227 * 1024
-"""Shared memory of a workgroup on the device that has most (NVIDIA sm_90): more is possible nowhere."""
+"""The most shared memory that a workgroup has on any device (NVIDIA sm_90)."""
 
 MAX_ACCUMULATORS = 96
-"""Sums that one thread of hand-chosen tiles may hold: 64 + 32 leave room for operands below 255 registers."""
+"""Most sums per thread for hand-chosen tiles: 64 + 32 leave room for operands below 255 registers."""
 
 BY_RULE = "by rule, not measured"
-"""Where a configuration comes from when nobody has timed it."""
+"""Origin of a configuration that was not measured."""
 _MEASURED_DIMS = (64, 128)
 """Head dimensions for which the tables were measured."""
 
 
 class NeedsSharedMemory(Protocol):
-    """Anything that knows how much shared memory a workgroup of it uses."""
+    """A configuration or kernel that knows how much shared memory a workgroup uses."""
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -49,7 +49,7 @@ class NeedsSharedMemory(Protocol):
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How attention is cut up for one kind of device.
+    """The tiles of attention on one kind of device.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class TileConfig:
         return self.shape.shared_bytes(self.head_dim, self.value_dim, uses_subgroups(self.target, self.shape))
 
     def for_head_dim(self, head_dim: int, value_dim: int | None = None) -> TileConfig:
-        """The configuration of the same device for other head dimensions."""
+        """The configuration of this device for other head dimensions."""
         return config_for(self.target, head_dim, value_dim, self.name)
 
 
