@@ -132,7 +132,7 @@ class Forward(AttentionCall):
         options = keyed(OP, options)
         self.op, self.options, self.training, self.backend = OP, options, training, options.backend
         self.tensors = operands(q, k, v, options)
-        self.given = {} if options.out is None else {"o": options.out}
+        self.destinations = {} if options.out is None else {"o": options.out}
         self.option_key = ("attention", *_forward_key(options))
         self.results = ("o", "lse")[: 1 + options.return_lse]
         self.repeat_key = None if "seed" in self.tensors else key or repeat_key(q, k, v, options, training)[0]
@@ -146,8 +146,8 @@ class Forward(AttentionCall):
         q = self.tensors["q"]
         shape, lse_shape = self.result_shapes(found)
         out = fresh_view(problem.dtype, shape)
-        if self.given:
-            out = view(checked_out(self.given["o"], shape, q, self.op), "out", self.op, "q")
+        if self.destinations:
+            out = view(checked_out(self.destinations["o"], shape, q, self.op), "out", self.op, "q")
         fill, lse_fill = (0.0, -torch.inf) if self.unwritten_rows else (None, None)
         outputs = [Output("o", q.dtype, shape, fill=fill)]
         if self.options.return_lse:
@@ -169,20 +169,21 @@ class Forward(AttentionCall):
     def through_host(self, device: Device | None) -> Results:
         problem, found = self.problem(view_on_host)
         shape, lse_shape = self.result_shapes(found)
-        q, out = self.tensors["q"], self.given.get("o")
+        q, out = self.tensors["q"], self.destinations.get("o")
         out = q.new_empty(shape) if out is None else written(checked_out(out, shape, q, self.op))
         target = self.lift(view_on_host(out, "out", self.op)).storage
         _, lse = forward_on_host(problem, found, device, target, exact_lse=True)
         return (out,) if lse is None else (out, torch.from_numpy(lse).reshape(lse_shape))
 
     def overlap(self, on_host: bool) -> Overlap | None:
-        return (shares_memory if on_host else lies_over) if self.given else None
+        return (shares_memory if on_host else lies_over) if self.destinations else None
 
-    def moved(self, tensors: dict[str, Tensor]) -> Forward:
-        return Forward(tensors["q"], tensors["k"], tensors["v"], on_copies(self.options, tensors), self.training)
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Forward:
+        options = options_with_tensors(self.options, tensors)
+        return Forward(tensors["q"], tensors["k"], tensors["v"], options, self.training)
 
 
-def on_copies(options: AttentionOptions, tensors: Mapping[str, Tensor]) -> AttentionOptions:
+def options_with_tensors(options: AttentionOptions, tensors: Mapping[str, Tensor]) -> AttentionOptions:
     """Options with other tensors, by buffer name, and a result in fresh memory."""
     arrays: dict[str, Any] = {name: tensors.get(buffer) for name, buffer in ARRAYS.items()}
     return options._replace(out=None, **arrays)
@@ -221,7 +222,7 @@ class Backward(AttentionCall):
         options = keyed(OP, options)._replace(return_lse=True, out=None)
         self.op, self.options, self.scores, self.backend = OP, options, scores, options.backend
         self.tensors = self.inputs_of(saved, options)
-        self.given = {}
+        self.destinations = {}
         self.option_key = ("attention gradients", *_backward_key(options), scores)
         self.repeat_key = (self.option_key, self.backend, tuple(self.tensors))
         self.results = ("dq", "dk", "dv", "ds")[: 3 + scores]
@@ -275,8 +276,8 @@ class Backward(AttentionCall):
         made = [self.gradient_tensor(grad, self.tensors[name]) for grad, name in zip(grads, "qkv", strict=True)]
         return (*made,) if ds is None else (*made, ds)
 
-    def moved(self, tensors: dict[str, Tensor]) -> Backward:
-        return Backward(saved_of(tensors), on_copies(self.options, tensors), self.scores)
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Backward:
+        return Backward(saved_of(tensors), options_with_tensors(self.options, tensors), self.scores)
 
 
 def saved_of(tensors: Mapping[str, Tensor]) -> Saved:

@@ -64,8 +64,8 @@ class Call(ABC):
         The public function, for messages.
     tensors : dict
         Operands by buffer name, the one that decides the route first.
-    given : dict
-        Results that go to the caller's memory (``out=``, ``inplace=True``), by buffer name.
+    destinations : dict
+        The caller's memory for results (``out=``, ``inplace=True``), by buffer name.
     option_key : tuple
         Everything else that decides the result, hashable.
     backend : str or None
@@ -79,11 +79,11 @@ class Call(ABC):
     indices: tuple[str, ...] = ()
     """Operands that may be on the host while the others are on a device."""
 
-    __slots__ = ("backend", "given", "op", "option_key", "repeat_key", "results", "tensors")
+    __slots__ = ("backend", "destinations", "op", "option_key", "repeat_key", "results", "tensors")
 
     op: str
     tensors: dict[str, Tensor]
-    given: dict[str, Tensor]
+    destinations: dict[str, Tensor]
     option_key: tuple[Hashable, ...]
     backend: str | None
     results: tuple[str, ...]
@@ -121,8 +121,8 @@ class Call(ABC):
         """Compute CPU tensors by views: on NumPy, or on a device that the arrays are copied to."""
 
     @abstractmethod
-    def moved(self, tensors: dict[str, Tensor]) -> Call:
-        """This call on copies of its tensors, with results in fresh memory."""
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Call:
+        """This call on other tensors, with results in fresh memory."""
 
     def placed(self, on_host: bool) -> Call:
         """The call with indices as int32 where kernels read them, and with the lengths that only the device knows."""
@@ -130,7 +130,7 @@ class Call(ABC):
 
     def all_tensors(self) -> list[Tensor]:
         """The operands, then results in the caller's memory."""
-        return [*self.tensors.values(), *self.given.values()]
+        return [*self.tensors.values(), *self.destinations.values()]
 
     def overlap(self, on_host: bool) -> Overlap | None:
         """The check whether a result in the caller's memory would overwrite operands; None if it cannot."""

@@ -93,7 +93,7 @@ class Decode(Call):
         for name, x in zip(_ARRAYS.values(), _arrays(options), strict=True):
             if x is not None:
                 self.tensors[name] = cast(Tensor, x)
-        self.given = {} if options.out is None else {"o": options.out}
+        self.destinations = {} if options.out is None else {"o": options.out}
         self.option_key = ("decode", *_plain(options), options.max_seqlen_q)
         self.results = ("o", "lse")[: 1 + options.return_lse]
 
@@ -110,8 +110,8 @@ class Decode(Call):
         problem, found = self.problem(view)
         q = self.tensors["q"]
         out = fresh_view(problem.dtype, found.out_shape)
-        if self.given:
-            out = view(checked_out(self.given["o"], found.out_shape, q, self.op), "out", self.op, "q")
+        if self.destinations:
+            out = view(checked_out(self.destinations["o"], found.out_shape, q, self.op), "out", self.op, "q")
         # No kernel writes rows that belong to no sequence.
         packed = "cu_q" in self.tensors
         outputs = [Output("o", q.dtype, found.out_shape, fill=0.0 if packed else None)]
@@ -132,16 +132,16 @@ class Decode(Call):
 
     def through_host(self, device: Device | None) -> Results:
         problem, found = self.problem(view_on_host)
-        q, out = self.tensors["q"], self.given.get("o")
+        q, out = self.tensors["q"], self.destinations.get("o")
         out = q.new_empty(found.out_shape) if out is None else written(checked_out(out, found.out_shape, q, self.op))
         target = found.lifted(view_on_host(out, "out").storage)
         _, lse = decode_on_host(self.op, problem, found, device, target)
         return (out,) if lse is None else (out, torch.from_numpy(lse).reshape(found.lse_shape))
 
     def overlap(self, on_host: bool) -> Overlap | None:
-        return shares_memory if on_host and self.given else None
+        return shares_memory if on_host and self.destinations else None
 
-    def moved(self, tensors: dict[str, Tensor]) -> Decode:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Decode:
         arrays: dict[str, Any] = {name: tensors.get(buffer) for name, buffer in _ARRAYS.items()}
         return Decode(tensors["q"], tensors["k"], tensors["v"], self.options._replace(out=None, **arrays))
 

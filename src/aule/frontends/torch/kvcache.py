@@ -104,7 +104,7 @@ class _Write(Call):
         self, op: str, tensors: Mapping[str, Tensor], option_key: tuple[Hashable, ...], backend: str | None
     ) -> None:
         self.op, self.tensors, self.option_key, self.writer = op, dict(tensors), option_key, backend
-        self.given, self.results, self.repeat_key, self.backend = {}, (), None, None
+        self.destinations, self.results, self.repeat_key, self.backend = {}, (), None, None
 
     def host_device(self, foreign: bool) -> Device | None:
         return writer(self.writer)
@@ -122,7 +122,7 @@ class _Write(Call):
     def has_signature(self) -> bool:
         return False
 
-    def moved(self, tensors: dict[str, Tensor]) -> Call:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Call:
         raise AssertionError("a cache is written where it lies")
 
 

@@ -82,5 +82,5 @@ def compute(spec: OpSpec, tensors: Tensors, options: Options, backend: str | Non
     where = route.route(call.first, backend)
     if True in [x.is_neg() for x in call.tensors.values()]:  # memory holds the numbers that PyTorch negates
         resolved = {name: x.resolve_neg() for name, x in call.tensors.items()}
-        return copied_back(call, where.compute(call.moved(resolved)))
+        return copied_back(call, where.compute(call.with_tensors(resolved)))
     return where.compute(call)

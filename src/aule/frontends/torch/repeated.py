@@ -82,9 +82,9 @@ class Repeated(ABC):
         self._differentiable = any(x.requires_grad for x in tensors)
         self._outputs = [(x.shape, x.strides, x.dtype) for x in ready.outputs]
         self._made: list[tuple[int | None, float | None]] | None = None
-        if call.given or any(x.fill is not None for x in ready.outputs):
+        if call.destinations or any(x.fill is not None for x in ready.outputs):
             places = {id(x): i for i, x in enumerate(tensors)}
-            given = (call.given.get(x.name) for x in ready.outputs)
+            given = (call.destinations.get(x.name) for x in ready.outputs)
             homes = [None if x is None else places[id(x)] for x in given]
             self._made = [(home, x.fill) for home, x in zip(homes, ready.outputs, strict=True)]
 
@@ -242,7 +242,8 @@ def remember(kind: type[OnHost | OnCuda], call: Call, ready: Ready, tensors: Seq
         found.misses += 1
         return
     if kind.possible(tensors) and reliable():
-        if kind is OnCuda and len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1 and not call.given:
+        plain = len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1 and not call.destinations
+        if plain and kind is OnCuda:
             kind = PlainOnCuda
         made = _calls.put(key, kind(call, ready, tensors), ready.device)
         _groups.put(call.repeat_key, _Group(made), ready.device)

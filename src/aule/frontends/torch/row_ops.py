@@ -49,7 +49,7 @@ class RowOp(Call):
         self.op, self.spec, self.options, self.wanted = spec.name, spec, options, wanted
         self.tensors = {x.name: y for x, y in zip(spec.operands, tensors, strict=True) if y is not None}
         where = place(spec, options)
-        self.given = {} if where is None else {spec.outputs[0]: self.tensors[spec.operands[where].name]}
+        self.destinations = {} if where is None else {spec.outputs[0]: self.tensors[spec.operands[where].name]}
         self.backend, self.results = backend, spec.results
         self.option_key = (spec.name, wanted, options)
         self.repeat_key = repeat_key(spec, tensors, options, backend, wanted)[0]
@@ -83,8 +83,8 @@ class RowOp(Call):
         arrays = on_host(self.spec, call, device)
         found: dict[str, Tensor] = {}
         for name, result in call.outputs.items():
-            if name in self.given:
-                found[name] = written(self.given[name])
+            if name in self.destinations:
+                found[name] = written(self.destinations[name])
                 continue
             x = torch.from_numpy(arrays[name]).view(DTYPES[result.dtype])
             if result.strides not in (None, x.stride()):
@@ -95,8 +95,8 @@ class RowOp(Call):
     def all_tensors(self) -> list[Tensor]:
         return list(self.tensors.values())  # a result in place is an operand
 
-    def moved(self, tensors: dict[str, Tensor]) -> RowOp:
-        values = not_in_place(self.spec, self.options) if self.given else self.options
+    def with_tensors(self, tensors: dict[str, Tensor]) -> RowOp:
+        values = not_in_place(self.spec, self.options) if self.destinations else self.options
         return RowOp(self.spec, [tensors.get(x.name) for x in self.spec.operands], values, self.backend, self.wanted)
 
     def contents_check(self, problem: Hashable) -> ContentsCheck | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aule.errors import DeviceMismatchError
 from aule.frontends.torch import attention
-from aule.frontends.torch.attention import AttentionCall, Saved, on_copies, operands, saved_of
+from aule.frontends.torch.attention import AttentionCall, Saved, operands, options_with_tensors, saved_of
 from aule.frontends.torch.calls import Call, Output
 from aule.frontends.torch.checks import integers, keyed, require_plain, require_same_device
 from aule.frontends.torch.views import Array, ViewOf, tensor_like
@@ -88,7 +88,7 @@ class _PackedCall(AttentionCall):
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> Packed:
         packed = self.packed
-        options = on_copies(packed.options, tensors)
+        options = options_with_tensors(packed.options, tensors)
         return Packed(tensors["cu_q"], tensors["cu_k"], packed.max_q, packed.max_k, options)
 
     def placed(self, on_host: bool) -> Call:
@@ -111,14 +111,14 @@ class Forward(_PackedCall, attention.Forward):
         options = options._replace(return_lse=training or options.return_lse)
         self._fill(packed, options, operands(q, k, v, options))
         self.training = training or None
-        self.given = {} if options.out is None else {"o": options.out}
+        self.destinations = {} if options.out is None else {"o": options.out}
         self.results = ("o", "lse")[: 1 + options.return_lse]
 
     def result_shapes(self, found: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
         _, heads, rows, dim = found.out_shape
         return (rows, heads, dim), (heads, rows)
 
-    def moved(self, tensors: dict[str, Tensor]) -> Forward:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Forward:
         return Forward(tensors["q"], tensors["k"], tensors["v"], self._copied(tensors), bool(self.training))
 
 
@@ -130,7 +130,7 @@ class Backward(_PackedCall, attention.Backward):
         deterministic = packed.options.deterministic or torch.are_deterministic_algorithms_enabled()
         options = packed.options._replace(return_lse=True, deterministic=deterministic)
         self._fill(packed, options, self.inputs_of(saved, options))
-        self.scores, self.given, self.results = False, {}, ("dq", "dk", "dv")
+        self.scores, self.destinations, self.results = False, {}, ("dq", "dk", "dv")
 
     def gradient_output(self, name: str, like: Tensor) -> Output:
         rows, heads, dim = like.shape
@@ -140,5 +140,5 @@ class Backward(_PackedCall, attention.Backward):
     def gradient_tensor(self, grad: Array, like: Tensor) -> Tensor:
         return tensor_like(grad[0], like.transpose(0, 1)).transpose(0, 1)
 
-    def moved(self, tensors: dict[str, Tensor]) -> Backward:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Backward:
         return Backward(saved_of(tensors), self._copied(tensors))

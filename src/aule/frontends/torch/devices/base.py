@@ -80,7 +80,7 @@ class Planned(Route):
             ready = self._prepared(call, device or self.device(call))
             signatures.put(key, ready, ready.device)
         if ready.overlap is not None and ready.overlap(tensors):
-            elsewhere = call.moved(call.tensors).placed(self.host_memory)
+            elsewhere = call.with_tensors(call.tensors).placed(self.host_memory)
             return copied_back(call, self.planned(elsewhere, device))
         if ready.check is not None:
             ready.check(tensors)
@@ -89,7 +89,7 @@ class Planned(Route):
         return self._run(call, ready, tensors[0].device)
 
     def _run(self, call: Call, ready: Ready, home: torch.device) -> Results:
-        given, made = call.given, []
+        given, made = call.destinations, []
         for name, dtype, shape, strides, fill, empty in ready.outputs:
             if name in given:
                 x = written(given[name])
@@ -106,7 +106,7 @@ class Planned(Route):
 
     def _prepared(self, call: Call, device: Device) -> Ready:
         bound = call.bind(self.view)
-        starts = aligned(call.tensors | call.given)
+        starts = aligned(call.tensors | call.destinations)
         prepared = call.prepare(bound, device, self.memory(call, device), starts)
         outputs = {output.name: i for i, output in enumerate(bound.outputs)}
         launch = None if prepared.empty else prepared.bind((*call.tensors, *outputs))
@@ -122,10 +122,10 @@ def _laid_out(output: Output) -> Output:
 
 def copied_back(call: Call, found: Results) -> Results:
     """Results that were computed elsewhere, copied into the caller's memory if the call gives some."""
-    if not call.given:
+    if not call.destinations:
         return found
     results = list(found)
     for i, (name, x) in enumerate(zip(call.results, found, strict=True)):
-        if x is not None and name in call.given:
-            results[i] = checked_out(call.given[name], tuple(x.shape), call.first, call.op).copy_(x)
+        if x is not None and name in call.destinations:
+            results[i] = checked_out(call.destinations[name], tuple(x.shape), call.first, call.op).copy_(x)
     return tuple(results)

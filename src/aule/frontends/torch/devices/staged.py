@@ -23,6 +23,6 @@ class Staged(Route):
     def compute(self, call: Call) -> Results:
         require_same_device(call.op, {name: x for name, x in call.tensors.items() if name not in call.indices})
         home = call.first.device
-        there = call.moved({name: x.cpu() for name, x in call.tensors.items()})
+        there = call.with_tensors({name: x.cpu() for name, x in call.tensors.items()})
         found = self._host.compute(there)
         return copied_back(call, tuple([None if x is None else x.to(home) for x in found]))
