@@ -69,8 +69,8 @@ class Repeated(ABC):
     """
 
     __slots__ = (
-        "_check", "_count", "_differentiable", "_in_order", "_launch", "_made", "_outputs", "_overlap", "_results",
-        "_same", "misses",
+        "_check", "_count", "_differentiable", "_in_order", "_launch", "_outputs", "_overlap", "_results", "_same",
+        "_sources", "misses",
     )  # fmt: skip
 
     def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
@@ -81,12 +81,13 @@ class Repeated(ABC):
         self._same = same_as(*tensors)
         self._differentiable = any(x.requires_grad for x in tensors)
         self._outputs = [(x.shape, x.strides, x.dtype) for x in ready.outputs]
-        self._made: list[tuple[int | None, float | None]] | None = None
+        # For each output the number of the caller's tensor that it goes to, or None, and the value that fills it first.
+        self._sources: list[tuple[int | None, float | None]] | None = None
         if call.destinations or any(x.fill is not None for x in ready.outputs):
             places = {id(x): i for i, x in enumerate(tensors)}
             given = (call.destinations.get(x.name) for x in ready.outputs)
             homes = [None if x is None else places[id(x)] for x in given]
-            self._made = [(home, x.fill) for home, x in zip(homes, ready.outputs, strict=True)]
+            self._sources = [(home, x.fill) for home, x in zip(homes, ready.outputs, strict=True)]
 
     @abstractmethod
     def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
@@ -96,11 +97,11 @@ class Repeated(ABC):
         `repeat` has excluded dispatch modes.
         """
 
-    def _in_place(self, tensors: Sequence[Tensor], empty: Callable[..., Tensor]) -> list[Tensor]:
+    def _result_memory(self, tensors: Sequence[Tensor], empty: Callable[..., Tensor]) -> list[Tensor]:
         """Memory of the results, if some is the caller's or must be filled before the launches."""
-        assert self._made is not None
+        assert self._sources is not None
         made = []
-        for (home, fill), output in zip(self._made, self._outputs, strict=True):
+        for (home, fill), output in zip(self._sources, self._outputs, strict=True):
             if home is not None:
                 made.append(written(tensors[home]))
             else:
@@ -134,10 +135,10 @@ class OnHost(Repeated):
         if self._check is not None:
             self._check(tensors)
         self.misses = 0
-        if self._made is None:
+        if self._sources is None:
             made = [_empty_cpu(*output) for output in self._outputs]
         else:
-            made = self._in_place(tensors, _empty_cpu)
+            made = self._result_memory(tensors, _empty_cpu)
             tensors = tensors[: self._count]
         self._launch([x.data_ptr() for x in (*tensors, *made)], None)
         return tuple(made) if self._in_order else self._results(made)
@@ -171,10 +172,10 @@ class OnCuda(Repeated):
         if reduce(or_, memory) & 15 or not (self._alone or _current_device() == self._index):
             return None
         self.misses = 0
-        if self._made is None:
+        if self._sources is None:
             made = [_empty_cuda(*output) for output in self._outputs]  # on the current device
         else:
-            made = self._in_place(tensors, _empty_cuda)
+            made = self._result_memory(tensors, _empty_cuda)
             del memory[self._count :]
         for x in made:
             memory.append(x.data_ptr())
