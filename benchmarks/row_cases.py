@@ -102,7 +102,7 @@ CASES: dict[str, Case] = {
 
 
 def ours(name: str, options: tuple[Any, ...]) -> Callable[..., Any]:
-    return lambda *tensors: entry.fused(name, tuple(padded(name, list(tensors))), options, None)
+    return lambda *tensors: entry.row_op(name, tuple(padded(name, list(tensors))), options, None)
 
 
 def flat(found: Any) -> tuple[Any, ...]:

@@ -156,7 +156,7 @@ def kept_gradient(case: Case, run: Callable[[OpSpec, Call], Mapping[str, np.ndar
         if array.ndim > 1:
             array[3:5] = 0
     given = options(spec, case)
-    call = spec.call(bound(spec, arrays, given).views, given, (*spec.outputs, *spec.kept))
+    call = spec.call(bound(spec, arrays, given).views, given, (*spec.outputs, *spec.saved_outputs))
     return spec.gradient, gradient_call(spec, arrays, call, run(spec, call), case)
 
 

@@ -134,7 +134,7 @@ def test_gradients_of_tensors(switch: Callable[[bool], None], monkeypatch: pytes
     def gradients(self: Host, call: Any) -> Any:
         if not isinstance(call, Backward):
             return compute(self, call)
-        seen.append(call.asked.deterministic)
+        seen.append(call.options.deterministic)
         return tuple(call.tensors[name].clone() for name in "qkv")
 
     monkeypatch.setattr(Host, "compute", gradients)
@@ -178,16 +178,16 @@ def test_planned_again_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_of_packed_tensors(switch: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from aule.frontends.torch import varlen as torch_varlen
+    from aule.frontends.torch import attention as torch_attention
 
     seen: list[bool] = []
-    compute = torch_varlen.backward_on_host
+    compute = torch_attention.backward_on_host
 
     def gradients(problem: Any, *rest: Any) -> Any:
         seen.append(problem.deterministic)
         return compute(problem, *rest)
 
-    monkeypatch.setattr(torch_varlen, "backward_on_host", gradients)
+    monkeypatch.setattr(torch_attention, "backward_on_host", gradients)
     x, at = torch.randn(8, 2, 8, requires_grad=True), torch.from_numpy(AT)
     for option in (False, True):
         aule.flash_attention_varlen(x, x, x, at, at, deterministic=option).sum().backward()

@@ -158,8 +158,10 @@ def test_repeated_calls_on_the_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> No
     from aule.frontends.torch import attention as torch_attention
 
     seen: list[str] = []
-    checked = torch_attention.problem_of
-    monkeypatch.setattr(torch_attention, "problem_of", lambda *given: (seen.append("checked"), checked(*given))[1])
+    checked = torch_attention.attention_problem
+    monkeypatch.setattr(
+        torch_attention, "attention_problem", lambda **given: (seen.append("checked"), checked(**given))[1]
+    )
 
     def called(*tensors: Any, **options: Any) -> Any:
         seen.clear()

@@ -188,7 +188,7 @@ def test_two_workgroups_of_long_rows_with_a_residual_fit(kept: bool, tmp_path: P
     spec, shape = CATALOGUE["residual_layer_norm"], (512, 16384)
     shapes = {"x": shape, "residual": shape, "weight": shape[1:], "bias": shape[1:]}
     views = {n: TensorView("bf16", x, contiguous_strides(x), "cuda", None) for n, x in shapes.items()}
-    wanted = (*spec.outputs, *spec.kept) if kept else spec.outputs
+    wanted = (*spec.outputs, *spec.saved_outputs) if kept else spec.outputs
     call = spec.call(views, {o.name: o.default for o in spec.options}, wanted)
     step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
     said = assembled(ptxas, generate(step.build(step.config, target), target), tmp_path)

@@ -1,4 +1,4 @@
-"""Attention: each function picks the front end of the arrays and hands over."""
+"""Public functions of attention; each calls the front end of its arrays."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def flash_attention(
     mask : array, optional
         Boolean (True attends) or additive; broadcastable to ``[batch, heads_q, seq_q, seq_kv]``.
     bias : array, optional
-        Added to the scores; broadcastable likewise.
+        Added to the scores; broadcastable like ``mask``.
     alibi_slopes : float32 array, optional
         ``[heads_q]`` or ``[batch, heads_q]``: ``-slope * |i - j|`` is added.
     sinks : float32 array, optional
@@ -74,8 +74,8 @@ def flash_attention(
     rope_interleaved : bool
         Columns ``2 i`` and ``2 i + 1`` are a pair (GPT-J); otherwise ``i`` and ``i + rotary_dim // 2`` (Llama).
     dropout_p : float
-        Chance of each weight to be dropped after softmax; the others are multiplied by ``1 / (1 - dropout_p)``. The
-        chance is rounded to a multiple of 2**-16; only 0 drops nothing, and only 1 drops everything.
+        Probability of dropping each weight after softmax; the others are multiplied by ``1 / (1 - dropout_p)``. It is
+        rounded to a multiple of 2**-16; only 0 drops nothing, and only 1 drops everything.
     seed : int, optional
         0 to 2**64 - 1: decides which weights are dropped, the same ones on every backend. None draws a new seed for
         each call; for torch tensors from PyTorch's generator of their device, which `torch.manual_seed` sets. A CUDA
@@ -247,7 +247,7 @@ def precompute_rope_frequencies(
     head_dim : int
         Columns to rotate; even.
     base : float
-        Pair ``i`` turns by ``base ** (-2 i / head_dim)`` with each position.
+        Pair ``i`` is rotated by ``base ** (-2 i / head_dim)`` per position.
     device : torch.device or str, optional
         Give torch tensors there; otherwise, unless ``dtype`` is one of torch, NumPy arrays.
     dtype : dtype, optional

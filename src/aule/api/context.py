@@ -83,7 +83,11 @@ class Tensor:
             allocation.device.download(allocation, data)
         if self._elem == "bool":
             return data.view(np.bool_)
-        return data.view(_bfloat16()) if self._elem == "bf16" else data
+        if self._elem == "bf16":
+            from aule.frontends.numpy import bfloat16  # imported late: `import aule` is to be quick
+
+            return data.view(bfloat16() or np.uint16)
+        return data
 
     def free(self) -> None:
         """Free the memory now. Idempotent."""
@@ -97,7 +101,7 @@ class Tensor:
             self.free()
 
     def view(self) -> TensorView:
-        """The tensor as the engine sees it."""
+        """A view of the tensor for the engine."""
         device = self._context.device_name
         return TensorView(self._elem, self.shape, contiguous_strides(self.shape), device, self._memory())
 
@@ -197,8 +201,7 @@ class Aule:
         """Attention from tensors into a tensor: no host copy, no allocation, asynchronous.
 
         Options are those of `aule.flash_attention`; ``mask``, ``bias``, ``alibi_slopes``, ``sinks`` and the two of
-        ``rope`` are tensors.
-        ``causal`` is False by default. With ``dropout_p`` a few bytes are allocated for the seed, and freed.
+        ``rope`` are tensors. ``causal`` is False by default. With ``dropout_p`` a few bytes are allocated for the seed.
         """
         self._attention(q, k, v, out, None, options)
 
@@ -261,7 +264,6 @@ class Aule:
     def _problem(
         self, q: Tensor, k: Tensor, v: Tensor, results: dict[str, Tensor], options: dict[str, Any], return_lse: bool
     ) -> tuple[AttentionProblem, Operands]:
-        """Validate a call on tensors of this context."""
         device = self._open()
         for name in options:
             if name not in _OPTIONS:
@@ -339,14 +341,6 @@ class Aule:
 
 
 def _lifted(view: TensorView) -> TensorView:
-    """A contiguous tensor with four axes."""
+    """A contiguous view with leading axes of length 1, so that there are four."""
     shape = (1,) * (4 - len(view.shape)) + view.shape
-    return TensorView(view.dtype, shape, contiguous_strides(shape), view.device, view.storage)
-
-
-def _bfloat16() -> Any:
-    try:
-        import ml_dtypes
-    except ImportError:
-        return np.uint16
-    return ml_dtypes.bfloat16
+    return replace(view, shape=shape, strides=contiguous_strides(shape))

@@ -1,4 +1,4 @@
-"""Decoding over caches of keys and values: each function picks the front end of the arrays and hands over."""
+"""Public functions of decoding over caches of keys and values; each calls the front end of its arrays."""
 
 from __future__ import annotations
 
@@ -101,11 +101,10 @@ def flash_attention_paged(
     cu_seqlens_q : int32 array, optional
         ``[batch + 1]``: the row of q at which each sequence begins, and where the last one ends.
     max_seqlen_q : int, optional
-        Rows of the sequence that has most. Where it is not given and the offsets are on a GPU, the call waits for it
-        to read them.
+        Rows of the longest sequence. Without it, offsets on a GPU are read, which waits for the GPU.
     k_scale, v_scale : float32 array, optional
-        Of the cache's shape without its last axis: what each token and head of an int8 or fp8 cache is multiplied by.
-        Codes of fp8 that are NaN, which `KVCache` never stores, count as 480 on a GPU.
+        The cache's shape without its last axis: the factor of each token and head of an int8 or fp8 cache. NaNs of fp8,
+        which `KVCache` never stores, count as 480 on a GPU.
     layout : {"NHD", "HND"}
         Order of the cache's axes.
     causal, scale, window, softcap, alibi_slopes, sinks, return_lse, out, backend
@@ -169,8 +168,8 @@ def cascade_attention(
 ) -> Any:
     """`flash_attention_paged` of sequences that begin with the same pages, which are read once for all of them.
 
-    The queries of all sequences attend to the common pages as those of one sequence, then each to its own, and
-    `merge_states` puts the two together. It pays where the common part is long and the sequences are many.
+    The queries of all sequences attend to the common pages as if they were one sequence, then each to its own pages;
+    `merge_states` merges the two. This is faster if the common part is long and there are many sequences.
 
     Parameters
     ----------
@@ -227,7 +226,6 @@ def cascade_attention(
 def _check_cascade(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, context_lens: Any, shared_pages: Any, options: dict[str, Any]
 ) -> None:
-    """Refuse arguments of `cascade_attention` that are not what it expects."""
     for name in ("window", "alibi_slopes", "out"):
         if options.get(name) is not None:
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""What this machine has: backends, their devices, and why the others were refused. Nothing is probed at import."""
+"""The backends of this machine, their devices, and why others are unavailable. Nothing is probed at import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXTRAS = (
     ("metal", "Metal", "Metal: Apple's GPUs", "darwin"),
     ("cpu", "llvmlite", "CPU: attention kernels compiled for this processor, several times NumPy's speed", None),
 )
-"""Extra of the distribution, the module it brings, what that opens, and the only platform where it helps."""
+"""Extra of the distribution, the module it installs, what that enables, and the platform it is limited to, if any."""
 
 
 def get_available_backends() -> list[str]:
@@ -142,7 +142,7 @@ def _default_line(info: dict[str, Any]) -> str:
 
 
 def _torch_routes(default: str) -> dict[str, str]:
-    """How tensors of each kind are computed on; kinds that this PyTorch lacks are told as well."""
+    """How tensors of each device type are computed, including types that this PyTorch lacks."""
     forced = settings.backend()
     lacks = ", without gradients" if default == registry.NUMPY else ""
     staged = f"copied through host memory, computed by {default}{lacks}"
@@ -161,7 +161,7 @@ def _torch_routes(default: str) -> dict[str, str]:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table whose columns are as wide as their widest cell."""
+    """Lines of a table with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

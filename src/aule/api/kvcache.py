@@ -42,16 +42,16 @@ class Pool(NamedTuple):
 class KVCache:
     """Keys and values of many sequences, in pages.
 
-    A sequence is a number, which `allocate` and `fork` give. Its tokens lie in pages of ``page_size``, taken from one
-    pool as they are appended and given back when nobody has them any more. Forked sequences share the pages they have
-    in common; the first of them to write into a shared page gets a copy of it (copy-on-write).
+    A sequence is a number, which `allocate` and `fork` return. Its tokens lie in pages of ``page_size`` from one pool,
+    taken as tokens are appended and returned when no sequence uses them any more. Forked sequences share their common
+    pages; the first of them to write into a shared page gets a copy of it (copy-on-write).
 
-    With several layers a token's pages are taken once, when the first layer appends it; each layer has arrays of its
-    own and its own count of tokens, so that layers may be appended to one after the other.
+    With several layers, the pages of a token are taken once, when the first layer appends it. Each layer has its own
+    arrays and its own count of tokens, so layers may be appended to one after the other.
 
-    Any thread may call any method. Each is done as a whole, but for the attention of `attend`, which runs beside other
-    calls; what it reads must not be truncated or freed before it is done. On a GPU work goes to the current stream, and
-    whoever uses several orders them. A copy (`copy.deepcopy`, or pickled) has arrays of its own and the same sequences.
+    Methods are thread-safe and atomic, except for the attention of `attend`: sequences that it reads must not be
+    truncated or freed before it is done. On a GPU, work goes to the current stream; the caller orders several streams.
+    A copy (`copy.deepcopy`, or pickled) has its own arrays and the same sequences.
 
     Parameters
     ----------
@@ -66,21 +66,21 @@ class KVCache:
     layers : int
         Layers of the model.
     value_dim : int, optional
-        Where values have another dimension than keys.
+        Dimension of the values; default ``head_dim``.
     layout : {"NHD", "HND"}
         ``[pages, page, heads_kv, dim]`` or ``[pages, heads_kv, page, dim]``.
     quantize : {"int8", "fp8"}, optional
-        Store bytes, and a float32 scale for each token and head; attention multiplies them out as it reads.
+        Store bytes, and a float32 scale per token and head; attention applies the scales as it reads.
     device : torch device, optional
         Where the pool's tensors are: the CPU, a CUDA device or Apple's GPU. None: NumPy arrays.
     backend : str, optional
-        What computes attention, as for `aule.flash_attention`; default: the device of the tensors, and the CPU for
-        those in host memory.
+        Backend of attention, as for `aule.flash_attention`; default: the device of the tensors, and the CPU for those
+        in host memory.
 
     Attributes
     ----------
     page_bytes : int
-        What a page takes, of all layers.
+        Bytes of a page in all layers.
 
     Examples
     --------
@@ -135,7 +135,7 @@ class KVCache:
         self.dtype, self.layout, self.quantize, self.device, self.backend = name, layout, quantize, device, backend
         self._front = _front(device)
         if backend is not None and (device is None or str(device) == "cpu"):
-            registry.find(backend)  # refused now, and not when there is something to attend to
+            registry.find(backend)  # a missing backend is refused now
         stored = _DTYPES[name] if quantize is None else QUANTISED[quantize][0]
         order = (page_size, heads_kv) if layout == "NHD" else (heads_kv, page_size)
         rows = (layers, num_pages, *order)
@@ -144,7 +144,7 @@ class KVCache:
             "v_cache": self._front.empty((*rows, value_dim), stored, device),
         }
         if device is not None:
-            self.device = self._arrays["k_cache"].device  # with its number, whatever device is current later
+            self.device = self._arrays["k_cache"].device  # with its index, even if the current device changes
         if quantize is not None:
             self._arrays |= {f"{x}_scale": self._front.empty(rows, "f32", device) for x in "kv"}
         scale_bytes = 0 if quantize is None else 8
@@ -154,7 +154,7 @@ class KVCache:
         self._derive()
 
     def _derive(self) -> None:
-        """What follows from the rest, and no copy takes along: views, the lock, what layers of a step share."""
+        """Make what a copy does not take along: views, the lock, and arrays that the layers of a step share."""
         self._pools = [
             Pool(*(self._arrays[name][layer] if name in self._arrays else None for name in _NAMES))
             for layer in range(self.layers)
@@ -185,17 +185,17 @@ class KVCache:
             return self._pages.fork(seq)
 
     def free(self, seq: int) -> None:
-        """Forget a sequence, and give back the pages that no other one has. Its number is never used again."""
+        """Forget a sequence, and return the pages that no other sequence has. Its number is never reused."""
         with self._lock:
             self._pages.free(seq)
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget the tokens from ``length`` on, of all layers, as after a guess that was wrong."""
+        """Forget the tokens from ``length`` on, in all layers, as after a wrong guess in speculative decoding."""
         with self._lock:
             self._pages.truncate(seq, length)
 
     def length(self, seq: int, layer: int = 0) -> int:
-        """How many tokens a layer has of a sequence."""
+        """The number of tokens of a sequence in a layer."""
         with self._lock:
             return self._pages.length(seq, self._layer("length", layer))
 
@@ -207,19 +207,19 @@ class KVCache:
 
     @property
     def pages_free(self) -> int:
-        """Pages that nobody has."""
+        """Number of unused pages."""
         with self._lock:
             return self._pages.pages_free
 
     @property
     def pages_in_use(self) -> int:
-        """Pages that sequences have, each counted once however many share it."""
+        """Number of pages in use; shared pages count once."""
         return self.num_pages - self.pages_free
 
     # -- arrays ------------------------------------------------------------------------------------------------------
 
     def pool(self, layer: int = 0) -> Pool:
-        """The arrays of a layer. They are the cache itself: what is written to them is in it."""
+        """The arrays of a layer, not copies: writing to them changes the cache."""
         return self._pools[self._layer("pool", layer)]
 
     def block_tables(self, seqs: int | Sequence[int]) -> Any:
@@ -233,13 +233,13 @@ class KVCache:
             return self._remembered("tables", key, lambda: self._pages.table(wanted))
 
     def context_lens(self, seqs: int | Sequence[int], layer: int = 0) -> Any:
-        """int32 ``[len(seqs)]``, where the pool is: the tokens of each sequence. Not to be written to."""
+        """Tokens of each sequence: int32 ``[len(seqs)]``, on the pool's device. Must not be written to."""
         with self._lock:
             lengths = self._pages.lengths(_sequences(seqs), self._layer("context_lens", layer))
             return self._remembered("lens", lengths, lambda: np.array(lengths, np.int32))
 
     def shared_pages(self, seqs: int | Sequence[int], layer: int = 0) -> int:
-        """How many whole pages all of the sequences begin with, as forked ones do."""
+        """The number of full pages that all of the sequences share at their start."""
         with self._lock:
             return self._pages.shared(_sequences(seqs), self._layer("shared_pages", layer))
 
@@ -263,23 +263,23 @@ class KVCache:
         seqs : int or sequence of int
             Each once.
         k, v : array
-            ``[tokens, heads_kv, dim]``: the new tokens of all sequences, one sequence behind the other; or
-            ``[len(seqs), heads_kv, tokens, dim]``. Of any strides, where the pool is.
+            ``[tokens, heads_kv, dim]``: the new tokens of all sequences, concatenated; or ``[len(seqs), heads_kv,
+            tokens, dim]``. Any strides, on the pool's device.
         layer : int
-            Which layer's they are.
+            The layer that they belong to.
         rope : (cos, sin), optional
             ``[positions, rotary_dim / 2]`` each: rotate k by the angles of each token's position in its sequence.
             ``rotary_dim`` may be less than ``head_dim``; the rest of a row stays.
         lengths : sequence of int, optional
             New tokens of each sequence. Not needed for one sequence or one token each. Of ``[len(seqs), heads_kv,
-            tokens, dim]`` the last so many are taken, and the rest, padding, left out.
+            tokens, dim]`` the last ones count; those before are padding.
         interleaved : bool
-            Rotate elements 2i and 2i + 1 together, and not i and i + rotary_dim / 2.
+            Rotate elements 2i and 2i + 1 together, instead of i and i + rotary_dim / 2.
 
         Raises
         ------
         CacheFullError
-            There are not enough pages; nothing has changed. So it is after every other error.
+            There are not enough pages. After any error the cache is unchanged.
         """
         wanted, at = _sequences(seqs), self._layer("append", layer)
         interleaved = checked_flag("KVCache.append", "interleaved", interleaved)
@@ -297,7 +297,7 @@ class KVCache:
                     self._front.copy_pages(self._arrays, pairs, backend=self.backend)
                 self._front.write("KVCache.append", arrays, interleaved=interleaved, backend=self.backend)
             except BaseException:
-                del self._known["places"]  # of a version that will be another one
+                del self._known["places"]  # the version of the failed append is reused
                 raise
             self._pages.commit(planned)
 
@@ -312,7 +312,7 @@ class KVCache:
         cascade: bool = False,
         **options: Any,
     ) -> Any:
-        """Attention of the newest tokens, which are appended already, over their sequences.
+        """Attention of the newest tokens, which were appended before, over their sequences.
 
         Parameters
         ----------
@@ -322,8 +322,7 @@ class KVCache:
         rope : (cos, sin), optional
             Rotate q as `append` rotates k; not for packed queries.
         cascade : bool
-            Compute the pages that all sequences begin with once for all of them, and merge: see
-            `aule.cascade_attention`.
+            Read the pages that all sequences share at their start only once: see `aule.cascade_attention`.
         **options
             Every other option of `aule.flash_attention_paged`.
 
@@ -341,7 +340,7 @@ class KVCache:
             lengths = self._pages.lengths(wanted, at, "attend")
             tables, lens = self.block_tables(wanted), self.context_lens(wanted, at)
             shared = self._pages.shared(wanted, at) if cascade else 0
-        # Others may write meanwhile: never to a page that these sequences have.
+        # Other threads may write from here on, but never to a page of these sequences.
         if rope is not None:
             q = self._rotated(q, lengths, rope, interleaved, options)
         pool = self.pool(at)
@@ -353,7 +352,7 @@ class KVCache:
             return cascade_attention(q, pool.k, pool.v, tables, lens, shared_pages=min(shared, before), **options)
         return flash_attention_paged(q, pool.k, pool.v, tables, lens, **options)
 
-    # -- how ---------------------------------------------------------------------------------------------------------
+    # -- checks and helpers ------------------------------------------------------------------------------------------
 
     def _layer(self, op: str, layer: int) -> int:
         number = layer if type(layer) is int else checked_integer(f"KVCache.{op}", "layer", layer, "count from 0")
@@ -365,11 +364,7 @@ class KVCache:
         for name in ("block_tables", "context_lens", "layout", "k_scale", "v_scale"):
             if name in options:
                 raise InvalidArgumentError(f"[KVCache.attend] expected no {name}, got one; the cache has its own")
-        if not self._front.accepts(q):
-            raise InvalidDtypeError(
-                f"[KVCache.attend] expected q to be an array like those of the cache, got {type(q).__name__}; convert "
-                "it, or make the cache with another device="
-            )
+        self._require_own_kind("attend", "q", q)
         packed = options.get("cu_seqlens_q") is not None
         if q.ndim not in ((3,) if packed else (3, 4)) or not (packed or q.shape[0] == len(seqs)):
             form = "[tokens, heads_q, head_dim]" if packed else f"[{len(seqs)}, heads_q, tokens or none, head_dim]"
@@ -378,16 +373,19 @@ class KVCache:
                 "sequence its queries"
             )
 
+    def _require_own_kind(self, op: str, name: str, array: Any) -> None:
+        if not self._front.accepts(array):
+            raise InvalidDtypeError(
+                f"[KVCache.{op}] expected {name} to be an array like those of the cache, got {type(array).__name__}; "
+                "convert it, or make the cache with another device="
+            )
+
     def _rows(
         self, seqs: tuple[int, ...], k: Any, v: Any, lengths: Sequence[int] | None
     ) -> tuple[Any, Any, tuple[int, ...]]:
         """New tokens as ``[batch, tokens, heads, dim]``, and how many each sequence gets."""
         for name, array in (("k", k), ("v", v)):
-            if not self._front.accepts(array):
-                raise InvalidDtypeError(
-                    f"[KVCache.append] expected {name} to be an array like those of the cache, got "
-                    f"{type(array).__name__}; convert it, or make the cache with another device="
-                )
+            self._require_own_kind("append", name, array)
             if array.ndim not in (3, 4) or array.ndim != k.ndim:
                 raise InvalidShapeError(
                     f"[KVCache.append] expected k and v of [tokens, heads_kv, dim] or [sequences, heads_kv, tokens, "
@@ -415,7 +413,7 @@ class KVCache:
         places = self._pages.places(planned)
         if places.shape[1] == batch * each:
             return places
-        padded = np.full((2, batch, each), -1, np.int32)  # what has no slot is left out
+        padded = np.full((2, batch, each), -1, np.int32)  # -1: tokens that are not stored
         done = 0
         for row, count in enumerate(planned.counts):
             padded[:, row, each - count :] = places[:, done : done + count]
@@ -423,14 +421,14 @@ class KVCache:
         return padded.reshape(2, -1)
 
     def _remembered(self, name: str, key: Any, make: Any) -> Any:
-        """What the layers of a step, one after the other, all ask for: made and brought to the device once."""
+        """An array that all layers of a step use: made and copied to the device once."""
         known = self._known.get(name)
         if known is None or known[0] != key:
             known = self._known[name] = (key, self._front.integers(make(), self.device))
         return known[1]
 
     def _host_backend(self) -> str | None:
-        """The CPU for what is in host memory: another device would have to be sent the pool each time."""
+        """The CPU for a pool in host memory: any other device would need a copy of it for each call."""
         if settings.backend() or str(self.device or "cpu") != "cpu":
             return None
         return "numpy" if writer(None) is None else "cpu"
@@ -442,8 +440,7 @@ class KVCache:
             raise InvalidArgumentError(
                 "[KVCache.attend] expected no rope with packed queries, got one; rotate q before"
             )
-        turned = q[:, :, None] if q.ndim == 3 else q
-        batch, _, rows, _ = turned.shape
+        batch, rows = q.shape[0], 1 if q.ndim == 3 else q.shape[2]
         _check_positions("attend", rope, max(lengths, default=0))
         positions = np.array(lengths, np.int32)[:, None] - rows + np.arange(rows, dtype=np.int32)
         places = np.stack([np.arange(batch * rows, dtype=np.int32), positions.reshape(-1)])
@@ -457,7 +454,7 @@ class KVCache:
         elif getattr(offsets, "shape", None) == (len(lengths) + 1,):
             rows = np.diff(offsets.tolist()).tolist()
         else:
-            return 0  # attention says what is wrong with it
+            return 0  # attention refuses it
         first = min((length - n for length, n in zip(lengths, rows, strict=True)), default=0)
         return max(first // self.page_size, 0)
 
@@ -469,16 +466,16 @@ class KVCache:
 
 
 def rotate(op: str, x: Any, places: Any, rope: tuple[Any, Any], interleaved: bool, backend: str | None = None) -> Any:
-    """Rows ``[batch, heads, tokens, dim]``, or ``[batch, heads, dim]``, turned by the angles of their positions.
+    """Rotate rows ``[batch, heads, tokens, dim]``, or ``[batch, heads, dim]``, by the angles of their positions.
 
     Parameters
     ----------
     op : str
-        Who asks, for messages.
+        The public function, for messages.
     places : int32 array
         ``[2, batch * tokens]``: the numbers from 0 on, and the position of each token.
     """
-    front = _front_of(x)
+    front = _front(None if isinstance(x, np.ndarray) else x.device)
     four = x[:, :, None] if x.ndim == 3 else x
     out = front.new(four)
     arrays = {"k": four.swapaxes(1, 2), "k_cache": out.swapaxes(1, 2), "places": places, **_angles(rope)}
@@ -493,7 +490,7 @@ def _pages_first(pool: Pool, layout: str) -> dict[str, Any]:
 
 
 def _check_positions(op: str, rope: tuple[Any, Any] | None, needed: int) -> None:
-    """Kernels read no angle that does not exist, but would take the last one instead."""
+    """Refuse tables with too few positions; kernels would use the last angle instead."""
     if rope is None:
         return
     cos, _ = rope_tables(f"KVCache.{op}", rope)
@@ -537,7 +534,3 @@ def _front(device: Any) -> ModuleType:
     except ModuleNotFoundError as error:
         raise without_torch("KVCache", error) from None
     return kvcache
-
-
-def _front_of(array: Any) -> ModuleType:
-    return _front(None if isinstance(array, np.ndarray) else array.device)

@@ -1,4 +1,4 @@
-"""The public functions of the ops beside attention: each picks a front end and hands over."""
+"""Public functions of the row operations; each calls the front end of its first array."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aule.frontends import by_type, front_end
 
 def _call(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     found = by_type.get(type(arrays[0]))
-    return (front_end(arrays[0], name) if found is None else found).fused(name, arrays, options, backend)
+    return (front_end(arrays[0], name) if found is None else found).row_op(name, arrays, options, backend)
 
 
 def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | None = None) -> Any:
@@ -30,7 +30,7 @@ def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | No
     Returns
     -------
     array
-        The kind, shape, dtype and device of ``x``. Gradients of ``x`` and ``weight`` are there for torch tensors.
+        The kind, shape, dtype and device of ``x``. Torch tensors have gradients of ``x`` and ``weight``.
     """
     return _call("rms_norm", (x, weight), (eps,), backend)
 
@@ -110,30 +110,30 @@ def cross_entropy(
 ) -> Any:
     """``log(sum(exp(logits))) - logits[target]`` of each row: PyTorch's ``F.cross_entropy`` for large vocabularies.
 
-    Logits are read once and probabilities never stored: beside the loss a forward pass leaves two numbers for each row,
-    from which the backward pass makes the gradient.
+    Logits are read once and probabilities are never stored: besides the loss, the forward pass saves two numbers per
+    row, from which the backward pass computes the gradient.
 
     Parameters
     ----------
     logits : array
         ``[..., vocabulary]``, as for `rms_norm`: the vocabulary is always the last axis.
     target : array
-        ``[...]``, the column of each row that is right; int32 or int64.
+        ``[...]``, the correct column of each row; int32 or int64.
     ignore_index : int
-        Rows with this target count for nothing, and their gradient is zero.
+        Rows with this target are left out, and their gradient is zero.
     label_smoothing : float
         The share of the weight, 0 to 1, that is spread over all columns.
     reduction : {"mean", "sum", "none"}
-        Of the rows that are not ignored; ``"none"`` gives the loss of each row, 0 where it is ignored.
+        Over the rows that are not ignored; ``"none"`` gives the loss of each row, 0 for ignored ones.
     backend : str, optional
         As for `rms_norm`.
 
     Returns
     -------
     array
-        The loss, a number or ``[...]``, of the kind, dtype and device of ``logits``. Sums are made in float32 at least,
-        and under PyTorch's autocast the loss is of float32, as that of ``F.cross_entropy`` is. Gradients of ``logits``
-        are there for torch tensors.
+        The loss, a number or ``[...]``, of the kind, dtype and device of ``logits``. Sums are float32 or wider; under
+        PyTorch's autocast the loss is float32, like that of ``F.cross_entropy``. Torch tensors have gradients of
+        ``logits``.
 
     Raises
     ------
@@ -175,13 +175,13 @@ def layer_norm_linear(
     Returns
     -------
     array
-        ``[..., features]``, of the kind, dtype and device of ``x``. Gradients of all five are there for torch tensors.
+        ``[..., features]``, of the kind, dtype and device of ``x``. Torch tensors have gradients of all five.
 
     Notes
     -----
-    Products of float16 and bfloat16 go through matrix units where a device has them and their layout is known. What
-    they multiply is rounded to the dtype of ``x``, as it is when the two are computed one after the other. Under
-    PyTorch's autocast, with ``x`` of its type, a ``weight`` of float32 is converted to it.
+    Products of float16 and bfloat16 use matrix units if the device has them and their layout is known. Their operands
+    are rounded to the dtype of ``x``, as when the two ops are computed one after the other. Under PyTorch's autocast,
+    if ``x`` has its dtype, a float32 ``weight`` is converted to it.
     """
     return _call("layer_norm_linear", (x, weight_norm, bias_norm, weight, bias), (eps,), backend)
 
@@ -192,8 +192,8 @@ def swiglu(gate: Any, up: Any = None, *, backend: str | None = None) -> Any:
     Parameters
     ----------
     gate : array
-        ``[..., length]``, as for `rms_norm`; or ``[..., 2 * length]``, gates and then what they are multiplied with,
-        when ``up`` is not given: ``swiglu(x)`` is ``swiglu(*x.chunk(2, -1))``, and so is its gradient, in one piece.
+        ``[..., length]``, as for `rms_norm`; or, without ``up``, ``[..., 2 * length]``, gate and up one after the
+        other: ``swiglu(x)`` is ``swiglu(*x.chunk(2, -1))``, and its gradient is one array.
     up : array, optional
         Of gate's shape and dtype. The two may be halves of one array.
     backend : str, optional
@@ -202,7 +202,7 @@ def swiglu(gate: Any, up: Any = None, *, backend: str | None = None) -> Any:
     Returns
     -------
     array
-        ``[..., length]``, of the kind, dtype and device of ``gate``. Gradients are there for torch tensors.
+        ``[..., length]``, of the kind, dtype and device of ``gate``. Torch tensors have gradients.
     """
     return _call("swiglu", (gate, up), (), backend)
 
@@ -246,18 +246,17 @@ def rope(
     x : array
         ``[batch, heads, seq, dim]``, or with fewer axes in front, of any strides; kinds and dtypes as for `rms_norm`.
     cos, sin : array
-        ``[seq, pairs]`` or ``[batch, seq, pairs]``, or anything that can be spread to ``x``'s first axes: one number
-        for each pair of columns, as ONNX and flash-attn have it. Twice as wide, each number stands beside both columns
-        of its pair, as transformers makes it, and is read once. Columns of ``x`` that they do not reach stay as they
-        are.
+        ``[seq, pairs]`` or ``[batch, seq, pairs]``, or any shape that broadcasts to the first axes of ``x``: one
+        number per pair of columns, as in ONNX and flash-attn. Tables of twice that width, as in transformers, repeat
+        the number for both columns of a pair. Further columns of ``x`` are not rotated.
     interleaved : bool
         Pairs are neighbouring columns ``2i`` and ``2i + 1``; else ``i`` and ``i + pairs`` (rotate-half).
     position_ids : int32 or int64 array, optional
-        ``[seq]`` or ``[batch, seq]``: rows of ``cos`` and ``sin``, which are ``[positions, pairs]`` then. Numbers
-        outside of the table are taken for its first or last row.
+        ``[seq]`` or ``[batch, seq]``: rows of ``cos`` and ``sin``, which are then ``[positions, pairs]``. Numbers
+        outside of the table select its first or last row.
     rotary_dim : int, optional
-        Columns that are rotated. By default twice the width of ``cos`` where ``x`` has so many, else its width; say it
-        where a table of numbers given twice is narrower than half of ``x``.
+        Columns to rotate. Default: twice the width of ``cos`` if ``x`` has so many, else its width. Needed for a table
+        that repeats its numbers and is narrower than half of ``x``.
     inplace : bool
         Write the result over ``x``.
     backend : str, optional
@@ -266,8 +265,8 @@ def rope(
     Returns
     -------
     array
-        The kind, shape, dtype and device of ``x``; ``x`` itself with ``inplace``. A torch tensor has its axes in memory
-        in the order of those of ``x``, and a gradient.
+        The kind, shape, dtype and device of ``x``; ``x`` itself with ``inplace``. Torch tensors have a gradient, and
+        the memory layout of ``x``.
     """
     return _call("rope", (x, cos, sin, position_ids), (interleaved, rotary_dim, inplace), backend)
 
@@ -298,7 +297,7 @@ def rms_norm_rope(
     Returns
     -------
     array
-        The kind, shape, dtype and device of ``x``. Gradients of ``x`` and ``weight`` are there for torch tensors.
+        The kind, shape, dtype and device of ``x``. Torch tensors have gradients of ``x`` and ``weight``.
     """
     return _call("rms_norm_rope", (x, weight, cos, sin, position_ids), (interleaved, rotary_dim, eps), backend)
 
@@ -320,16 +319,16 @@ def softmax_dropout(
     x : array
         ``[..., rows, columns]``, kinds and dtypes as for `rms_norm`.
     dropout_p : float
-        Chance of each weight to be dropped, rounded to a multiple of 2**-16 as for `flash_attention`; the others are
-        divided by one less that.
+        Probability of dropping each weight, rounded to a multiple of 2**-16 as for `flash_attention`; the others are
+        divided by ``1 - dropout_p``.
     seed : int, optional
         Decides which weights are dropped, the same on every backend, and the same that `flash_attention` drops with it.
         Default: a new one each time, for torch tensors from PyTorch's generator of their device.
     mask : array, optional
-        Boolean, True where a column counts, or floats that are added; of ``x``'s shape or of one that can be spread to
-        it, which is not done in memory. It gets no gradient.
+        Boolean, True where a column counts, or floats that are added; broadcastable to the shape of ``x``, without a
+        copy. It has no gradient.
     causal : bool
-        Row ``i`` of n weighs columns up to ``i + columns - n``.
+        Row ``i`` of n counts columns up to ``i + columns - n``.
     scale : float
         Factor of ``x``.
     backend : str, optional
@@ -338,7 +337,7 @@ def softmax_dropout(
     Returns
     -------
     array
-        The kind, shape, dtype and device of ``x``. A row in which nothing counts is zero. The gradient of ``x`` is
-        there for torch tensors.
+        The kind, shape, dtype and device of ``x``. A row without columns that count is zero. Torch tensors have a
+        gradient of ``x``.
     """
     return _call("softmax_dropout", (x, mask, seed), (dropout_p, causal, scale), backend)

@@ -1,4 +1,4 @@
-"""PyTorch's attention function: aule's version of it, and `install`, which replaces PyTorch's.
+"""Public functions around PyTorch's attention function: aule's own, `install` and what counts the calls.
 
 Nothing here imports torch before it is called, and nothing is replaced before `install` is called.
 """
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from aule.backends import registry
-from aule.errors import AuleError, BackendUnavailableError
+from aule.errors import BackendUnavailableError
 from aule.frontends import without_torch
 
 
@@ -31,7 +31,7 @@ class _Installed:
 _lock = threading.RLock()
 _now: _Installed | None = None
 _made: dict[Any, Any] = {}
-"""Our function by the one that it replaced; never dropped, see `aule.frontends.torch.sdpa.sdpa.replacement`."""
+"""Our function by the one that it replaced; never dropped, see `aule.frontends.torch.sdpa.functions.replacement`."""
 _served = 0
 _passed_on: Counter[str] = Counter()
 _ops: Counter[str] = Counter()
@@ -180,13 +180,7 @@ def attempt(*given: Any, backend: str | None = None, **named: Any) -> tuple[Any,
         Why it must; None if it was served.
     """
     front_end = _front_end("attempt")
-    try:
-        call = front_end.prepare(front_end.Arguments(*given, **named), backend, installed=True)
-        out, reason = call.run(), None
-    except front_end.Refused as refused:
-        out, reason = None, refused.reason
-    except AuleError as error:
-        out, reason = None, error.code
+    out, reason = front_end.attempt(front_end.Arguments(*given, **named), backend)
     _count(reason)
     return out, reason
 
@@ -227,10 +221,10 @@ def reset_dispatch_stats() -> None:
 
 def _front_end(function: str) -> ModuleType:
     try:
-        from aule.frontends.torch.sdpa import sdpa
+        from aule.frontends.torch.sdpa import functions
     except ModuleNotFoundError as error:
         raise without_torch(function, error) from None
-    return sdpa
+    return functions
 
 
 def _settings() -> tuple[bool, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -88,10 +88,9 @@ class Case:
         return attention_problem(**views, **self.options, return_lse=True)[0]
 
     def _view(self, name: str, array: Array) -> TensorView:
-        view = numpy_front_end.view(array.view(np.float16) if array.dtype == np.uint16 else array, name)
         if array.dtype != np.uint16:
-            return view
-        return TensorView("bf16", view.shape, view.strides, view.device, array)
+            return numpy_front_end.view(array, name)
+        return replace(numpy_front_end.view(array.view(np.float16), name), dtype="bf16", storage=array)
 
     @cached_property
     def expected(self) -> Expected:

@@ -1,4 +1,4 @@
-"""``aule tune``: the fastest shapes on this machine's device."""
+"""``aule tune``: measures the fastest shapes on a device and stores them."""
 
 from __future__ import annotations
 

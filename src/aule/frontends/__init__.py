@@ -1,7 +1,7 @@
-"""ADD A FRONT END HERE: kinds of arrays, tried in order.
+"""Front ends, one per kind of array, tried in order (ADD A FRONT END HERE).
 
 A front end is a module with ``accepts(array) -> bool`` and ``flash_attention``, ``flash_attention_varlen``, ``decode``,
-``merge_states``, ``fused`` (every row operation) and ``to_precision``; `aule.frontends.dlpack` is the shortest.
+``merge_states``, ``row_op`` (every row operation) and ``to_precision``; `aule.frontends.dlpack` is the shortest.
 `front_end` imports only those that the array could belong to: a tensor exists only when torch is loaded.
 """
 
@@ -37,9 +37,8 @@ FRONT_ENDS: tuple[tuple[Callable[[], ModuleType], str | None], ...] = (
     (_torch, "torch"),
     (_dlpack, None),
 )
-"""Functions that import each front end, and the framework that must be loaded for it to apply. They are import
-statements because PyTorch's compiler follows a first call through them, but not through importlib."""
-
+"""Functions that import each front end, and the framework that must be loaded for it to apply. They use import
+statements because PyTorch's compiler can trace these, but not importlib."""
 
 by_type: dict[type, ModuleType] = {}
 """Front ends found so far."""

@@ -22,59 +22,47 @@ def accepts(array: object) -> bool:
 
 def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on DLPack arrays; the result comes from the namespace of ``q``."""
-    if options.out is not None:
-        raise InvalidDtypeError("[flash_attention] expected no out with DLPack arrays, got one; use the return value")
-    options = numpy_front_end.seeded(options)
-    arrays = {name: _host(array, name) for name, array in options.arrays().items()}
-    changed = options._replace(**arrays)
-    result = numpy_front_end.flash_attention(_host(q, "q"), _host(k, "k"), _host(v, "v"), changed)
-    return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
+    changed = _on_host(options, "flash_attention")
+    return _back(numpy_front_end.flash_attention(_host(q, "q"), _host(k, "k"), _host(v, "v"), changed), q)
 
 
 def flash_attention_varlen(
     q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
 ) -> Any:
     """Attention on packed batches of DLPack arrays; the result comes from the namespace of ``q``."""
-    if options.out is not None:
-        raise InvalidDtypeError(f"[{OP}] expected no out with DLPack arrays, got one; use the return value")
-    options = numpy_front_end.seeded(options)
-    changed = options._replace(**{name: _host(array, name, OP) for name, array in options.arrays().items()})
+    changed = _on_host(options, OP)
     cu_q, cu_k = (_host(x, "cu_seqlens", OP) if accepts(x) else x for x in (cu_q, cu_k))
     given = (_host(q, "q", OP), _host(k, "k", OP), _host(v, "v", OP), cu_q, cu_k, max_q, max_k)
-    result = numpy_front_end.flash_attention_varlen(*given, changed)
-    return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
+    return _back(numpy_front_end.flash_attention_varlen(*given, changed), q)
 
 
-def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    """An op of the catalogue on DLPack arrays; the result comes from the namespace of the first."""
+def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """A row operation on DLPack arrays; the result comes from the namespace of the first."""
     operands = CATALOGUE[name].operands
     first = operands[0].name
     given = tuple(
         array if array is None or operand.name == "seed" else _host(array, operand.name, name, first)
         for operand, array in zip(operands, arrays, strict=True)
     )
-    result = numpy_front_end.fused(name, given, options, backend)
-    return tuple(_back(part, arrays[0]) for part in result) if isinstance(result, tuple) else _back(result, arrays[0])
+    return _back(numpy_front_end.row_op(name, given, options, backend), arrays[0])
 
 
 def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     """Attention over a cache of DLPack arrays; the result comes from the namespace of ``q``."""
-    if options.out is not None:
-        raise InvalidDtypeError(f"[{options.op}] expected no out with DLPack arrays, got one; use the return value")
     op = options.op
+    _refuse_out(options.out, op)
     arrays = {name: _host(array, name, op) for name, array in options.arrays().items()}
     arrays |= {name: _host(x, name, op) if accepts(x) else x for name, x in options.indices().items()}
     given = (_host(q, "q", op), _host(k, "k", op), _host(v, "v", op))
-    result = numpy_front_end.decode(*given, options._replace(**arrays))
-    return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
+    return _back(numpy_front_end.decode(*given, options._replace(**arrays)), q)
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Combine two attention results over disjoint keys."""
     named = ((o_a, "o_a"), (lse_a, "lse_a"), (o_b, "o_b"), (lse_b, "lse_b"))
     given = (_host(x, name, "merge_states", "o_a") for x, name in named)
-    out, lse = numpy_front_end.merge_states(*given)
-    return _back(out, o_a), _back(lse, o_a)
+    merged: tuple[Any, Any] = _back(numpy_front_end.merge_states(*given), o_a)
+    return merged
 
 
 def to_precision(array: Any, precision: str) -> Any:
@@ -82,8 +70,22 @@ def to_precision(array: Any, precision: str) -> Any:
     return _back(numpy_front_end.to_precision(_host(array, "array"), precision), array)
 
 
+def _refuse_out(out: object, op: str) -> None:
+    if out is not None:
+        raise InvalidDtypeError(f"[{op}] expected no out with DLPack arrays, got one; use the return value")
+
+
+def _on_host(options: AttentionOptions, op: str) -> AttentionOptions:
+    """The options with the words of a seed, and with NumPy arrays."""
+    _refuse_out(options.out, op)
+    options = numpy_front_end.seeded(options)
+    return options._replace(**{name: _host(array, name, op) for name, array in options.arrays().items()})
+
+
 def _back(result: Any, like: Any) -> Any:
-    """Convert a NumPy result to an array of the caller's namespace, if it has one."""
+    """Convert a NumPy result, or a tuple of them, to arrays of the caller's namespace, if it has one."""
+    if isinstance(result, tuple):
+        return tuple(_back(part, like) for part in result)
     if not hasattr(like, "__array_namespace__"):
         return np.asarray(result)
     namespace = like.__array_namespace__()

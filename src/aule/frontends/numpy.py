@@ -36,7 +36,7 @@ _NAMES = {
     "float8_e4m3fn": "e4m3",
 }
 _BITS = {"bf16": np.uint16, "e4m3": np.uint8}
-"""Types by whose bits elements are viewed that NumPy lacks."""
+"""NumPy's type for the bits of elements of a type that NumPy lacks."""
 
 
 def accepts(array: object) -> bool:
@@ -111,7 +111,7 @@ def make(array: Array, device: None, dtype: Any, op: str) -> Array:
 
 
 def seeded(options: AttentionOptions) -> AttentionOptions:
-    """The options with the words of a seed, given or new, if weights are dropped."""
+    """The options with the words of a seed, given or drawn, if weights are dropped."""
     if isinstance(options.seed, np.ndarray):
         return options
     words = _seed_words("flash_attention", options.dropout_p, options.seed)
@@ -137,7 +137,8 @@ def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> 
     device = host_device(problem.dtype, options.backend)
     target = None
     if options.out is not None:
-        target = _lift(checked_out(options.out, operands.out_shape, problem.dtype))
+        target = checked_out(options.out, operands.out_shape, problem.dtype)
+        target = target[(None,) * (4 - target.ndim)]
     out, lse = forward_on_host(problem, operands, device, target)
     result = options.out
     if result is None:
@@ -156,22 +157,14 @@ def flash_attention_varlen(
     views: dict[str, Any] = {name: view(array, name, OP) for name, array in arrays.items()}
     problem, operands = varlen_problem(**views, max_q=max_q, max_k=max_k, **options.plain())
     _, heads, rows, dim = problem.out_shape
-    result = options.out
-    if result is None:
-        result = np.empty((rows, heads, dim), q.dtype)
+    result = np.empty((rows, heads, dim), q.dtype) if options.out is None else options.out
     target = checked_out(result, (rows, heads, dim), problem.dtype, OP).transpose(1, 0, 2)[None]
     _, lse = forward_on_host(problem, operands, host_device(problem.dtype, options.backend), target)
     return (result, _required(lse)[0]) if options.return_lse else result
 
 
-def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    """An op of the catalogue on NumPy arrays; the result is finished on return.
-
-    Parameters
-    ----------
-    arrays, options : tuple
-        In the order of the op's spec; None for arrays that are not given.
-    """
+def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """A row operation on NumPy arrays, finished on return; arrays and options are in the order of its spec."""
     spec = CATALOGUE[name]
     first = spec.operands[0].name
     if spec.seed is not None:
@@ -182,10 +175,10 @@ def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
         for operand, array in zip(spec.operands, arrays, strict=True)
         if array is not None or not operand.optional
     }
-    call = spec.call(views, {option.name: x for option, x in zip(spec.options, options, strict=True)})
+    call = spec.call(views, dict(zip((option.name for option in spec.options), options, strict=True)))
     found = on_host(spec, call, row_op_device(backend))
     results = [found[n].view(bfloat16()) if call.outputs[n].dtype == "bf16" else found[n] for n in spec.outputs]
-    given = {operand.name: array for operand, array in zip(spec.operands, arrays, strict=True)}
+    given = dict(zip((operand.name for operand in spec.operands), arrays, strict=True))
     for i, output in enumerate(spec.outputs):
         place = call.outputs[output].place
         if place is not None:
@@ -204,14 +197,9 @@ def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
     from aule.ops.decode.validate import decode_problem
 
     problem, operands = decode_problem(options.op, **views, **options.plain())
-    target = None
-    if options.out is not None:
-        target = operands.lifted(checked_out(options.out, operands.out_shape, problem.dtype, options.op))
-    else:
-        made = np.empty(operands.out_shape, STORED[problem.dtype])
-        target = operands.lifted(made)
+    result = np.empty(operands.out_shape, q.dtype) if options.out is None else options.out
+    target = operands.lifted(checked_out(result, operands.out_shape, problem.dtype, options.op))
     _, lse = decode_on_host(options.op, problem, operands, host_device(problem.dtype, options.backend), target)
-    result = options.out if options.out is not None else made.view(q.dtype)
     return (result, _required(lse).reshape(operands.lse_shape)) if options.return_lse else result
 
 
@@ -266,10 +254,6 @@ def checked_out(out: object, shape: tuple[int, ...], dtype: str, op: str = "flas
             "copy it first"
         )
     return out.view(STORED[dtype]) if dtype == "bf16" else out
-
-
-def _lift(array: Array) -> Array:
-    return array[(None,) * (4 - array.ndim)]
 
 
 def _required(lse: Array | None) -> Array:

@@ -48,7 +48,7 @@ def new(array: Array) -> Array:
 
 
 def integers(array: npt.NDArray[np.int32], device: None) -> Array:
-    """Make host integers read-only; they are where the cache is already."""
+    """Make host integers read-only; the cache is in host memory too."""
     array.flags.writeable = False
     return array
 

@@ -8,9 +8,9 @@ import torch
 
 from aule.api.decode import decode_attention, flash_attention_paged
 from aule.api.kvcache import rotate
-from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch import kvcache
-from aule.frontends.torch.checks import integers, require_plain
+from aule.frontends.torch.checks import integers, no_gradient, require_plain
 from aule.frontends.torch.decode import check_decode
 from aule.ops.decode.validate import MAX_PAGE
 from aule.options import DecodeOptions
@@ -39,7 +39,9 @@ def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
 
     The cache is written only after all checks that the host can make.
     """
-    _check(call)
+    _check_combination(call)
+    _check_tensors(call)
+    _check_rows(call)
     batch, rows, heads, _ = call.q.shape
     room = call.k_cache.shape[1] * (1 if call.block_table is None else call.block_table.shape[1])
     seqlens = _lengths(call, room)
@@ -47,10 +49,10 @@ def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
     k, v, table, lens = _keys(call, room, lens)
     q = call.q
     if call.k is not None:
-        decode_options = DecodeOptions(
-            lens, table, return_lse=True, **options | ({} if table is not None else {"layout": "HND"})
+        layout = "HND" if table is None else "NHD"
+        check_decode(
+            call.op, q.transpose(1, 2), k, v, DecodeOptions(lens, table, layout=layout, return_lse=True, **options)
         )
-        check_decode(call.op, q.transpose(1, 2), k, v, decode_options)
         _check_new(call, options)
         q = _append(call, q, seqlens, options)
     out = q.new_empty(batch, rows, heads, call.v_cache.shape[3])
@@ -162,7 +164,6 @@ def _divisor(size: int) -> int:
 
 
 def _rows(call: CacheCall, batch: int) -> Any:
-    """Return the cache row of each sequence."""
     if call.cache_batch_idx is None:
         return torch.arange(batch, dtype=torch.int32, device=call.q.device)
     return _integers(call, "cache_batch_idx", call.cache_batch_idx, call.k_cache.shape[0] - 1)
@@ -204,12 +205,6 @@ def _integers(call: CacheCall, name: str, given: Any, most: int) -> Any:
     return given.to(call.q.device, torch.int32)
 
 
-def _check(call: CacheCall) -> None:
-    _check_combination(call)
-    _check_tensors(call)
-    _check_rows(call)
-
-
 def _check_combination(call: CacheCall) -> None:
     op = call.op
     if (call.k is None) != (call.v is None) or (call.rotary_cos is None) != (call.rotary_sin is None):
@@ -237,10 +232,7 @@ def _check_tensors(call: CacheCall) -> None:
                 f"[{op}] expected {name} on {call.q.device} like q, got {tensor.device}; move it with .to"
             )
         if torch.is_grad_enabled() and (tensor.requires_grad or call.q.requires_grad):
-            raise AuleError(
-                "AULE_ERROR_NO_GRADIENT",
-                f"[{op}] expected tensors that need no gradient, got requires_grad=True; use torch.no_grad()",
-            )
+            raise no_gradient(None, "use torch.no_grad()", op)
 
 
 def _check_rows(call: CacheCall) -> None:

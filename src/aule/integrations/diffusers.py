@@ -268,7 +268,8 @@ def _project(attn: Any, hidden: Any, encoder: Any, mask: Any) -> tuple[Any, Any,
     if mask is not None:
         mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
     hidden = _group_norm(attn, hidden)
-    query, key, value = attn.to_q(hidden), *_key_value(attn, hidden, encoder)
+    source = hidden if encoder is None else _cross_norm(attn, encoder)
+    query, key, value = attn.to_q(hidden), attn.to_k(source), attn.to_v(source)
     query, key, value = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
     query = query if attn.norm_q is None else attn.norm_q(query)
     key = key if attn.norm_k is None else attn.norm_k(key)
@@ -290,11 +291,6 @@ def _project_with_added(attn: Any, hidden: Any, encoder: Any, mask: Any) -> tupl
         value = torch.cat([value, attn.to_v(hidden)], dim=1)
     query, key, value = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
     return query, key, value, mask
-
-
-def _key_value(attn: Any, hidden: Any, encoder: Any) -> tuple[Any, Any]:
-    source = hidden if encoder is None else _cross_norm(attn, encoder)
-    return attn.to_k(source), attn.to_v(source)
 
 
 def _cross_norm(attn: Any, encoder: Any) -> Any:

@@ -103,7 +103,7 @@ def flash_attn_func(
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return _batched("flash_attn_func", q, k, v, options)
+    return _batched("flash_attn_func", options, q, k, v)
 
 
 def flash_attn_qkvpacked_func(
@@ -122,8 +122,7 @@ def flash_attn_qkvpacked_func(
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    q, k, v = _unpacked(op, "qkv", qkv, 3, 5)
-    return _batched(op, q, k, v, options)
+    return _batched(op, options, *_unpacked(op, "qkv", qkv, 3, 5))
 
 
 def flash_attn_kvpacked_func(
@@ -143,8 +142,7 @@ def flash_attn_kvpacked_func(
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    k, v = _unpacked(op, "kv", kv, 2, 5)
-    return _batched(op, q, k, v, options)
+    return _batched(op, options, q, *_unpacked(op, "kv", kv, 2, 5))
 
 
 def flash_attn_varlen_func(
@@ -194,8 +192,8 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     sequences = _Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_table is not None:
-        return _paged(op, q, k, v, sequences, block_table, options)
-    return _packed(op, q, k, v, sequences, options)
+        return _paged(op, options, sequences, block_table, q, k, v)
+    return _packed(op, options, sequences, q, k, v)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -216,8 +214,8 @@ def flash_attn_varlen_qkvpacked_func(
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    q, k, v = _unpacked(op, "qkv", qkv, 3, 4)
-    return _packed(op, q, k, v, _Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options)
+    sequences = _Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return _packed(op, options, sequences, *_unpacked(op, "qkv", qkv, 3, 4))
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -241,8 +239,8 @@ def flash_attn_varlen_kvpacked_func(
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    k, v = _unpacked(op, "kv", kv, 2, 4)
-    return _packed(op, q, k, v, _Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), options)
+    sequences = _Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _packed(op, options, sequences, q, *_unpacked(op, "kv", kv, 2, 4))
 
 
 def flash_attn_with_kvcache(
@@ -319,7 +317,7 @@ def flash_attn_with_kvcache(
 # -- implementation ----------------------------------------------------------------------------------------------------
 
 
-def _batched(op: str, q: Any, k: Any, v: Any, options: _Options) -> Any:
+def _batched(op: str, options: _Options, q: Any, k: Any, v: Any) -> Any:
     keywords = _keywords(op, options)
     _check(op, 4, "[batch, seq, heads, head_dim]", q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
@@ -332,7 +330,7 @@ def _batched(op: str, q: Any, k: Any, v: Any, options: _Options) -> Any:
     return out
 
 
-def _packed(op: str, q: Any, k: Any, v: Any, sequences: _Sequences, options: _Options) -> Any:
+def _packed(op: str, options: _Options, sequences: _Sequences, q: Any, k: Any, v: Any) -> Any:
     keywords = _keywords(op, options)
     _check(op, 3, "[total, heads, head_dim]", q=q, k=k, v=v)
     if len(k) != len(v):
@@ -351,7 +349,7 @@ def _packed(op: str, q: Any, k: Any, v: Any, sequences: _Sequences, options: _Op
     return torch.nn.functional.pad(out, (0, 0, 0, 0, first_q, len(q) - end_q))
 
 
-def _paged(op: str, q: Any, k: Any, v: Any, sequences: _Sequences, block_table: Any, options: _Options) -> Any:
+def _paged(op: str, options: _Options, sequences: _Sequences, block_table: Any, q: Any, k: Any, v: Any) -> Any:
     _check(op, 3, "[total, heads, head_dim]", q=q)
     _check(op, 4, "[pages, page, heads_kv, head_dim]", k=k, v=v)
     keywords = _decode_keywords(op, options, q)

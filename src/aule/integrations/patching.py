@@ -116,8 +116,6 @@ def patch_model(
 
 
 class _Patch:
-    """Replaces layers and counts what it did."""
-
     def __init__(self) -> None:
         self.swapped: Counter[str] = Counter()
         self.classes: Counter[str] = Counter()
@@ -166,13 +164,10 @@ def _replacement(layer: Any, model: Any) -> tuple[str, Callable[[], Any]] | None
     if name in _GATED:
         options = _activation(layer.act_fn)
         return None if options is None else ("geglu" if options else "swiglu", lambda: _gated(layer, options))
-    if type(layer) is torch.nn.LayerNorm and getattr(_config(model), "model_type", None) in _LAYER_NORMS:
+    config = getattr(model, "config", None)
+    if type(layer) is torch.nn.LayerNorm and getattr(config, "model_type", None) in _LAYER_NORMS:
         return "layer_norm", lambda: _layer_norm(layer)
     return None
-
-
-def _config(model: Any) -> Any:
-    return getattr(model, "config", None)
 
 
 def _norm(kind: Any, layer: Any, eps: float, options: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from aule.codegen import target_for
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.ir import KernelIR
-from aule.kernels.emitted import EmittedKernel
+from aule.kernels.emitted import EmittedKernel, contiguous
 from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles, tensor_core_config
 from aule.ops.attention.build import KERNEL_NAME, build_forward
 from aule.ops.attention.config import ForwardConfig
@@ -19,7 +19,6 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.shared.checks import checked_flag, checked_integer
 from aule.ops.shared.plan import Step
 from aule.target import Target
-from aule.view import TensorView
 
 
 @dataclass(frozen=True, init=False)
@@ -221,7 +220,10 @@ class AttentionKernel(EmittedKernel):
             self.scale,
             self.causal,
         )
-        queries, keys = self._view(self.num_heads), self._view(self.num_kv_heads)
+        queries, keys = (
+            contiguous(self.dtype, (self.batch_size, heads, self.seq_len, self.head_dim))
+            for heads in (self.num_heads, self.num_kv_heads)
+        )
         views = {"q": queries, "k": keys, "v": keys, "o": queries}
         if resolved.backend == "cpu":
             return plan_alone(problem, views, resolved)
@@ -265,11 +267,6 @@ class AttentionKernel(EmittedKernel):
         except InvalidArgumentError:
             return large
         return portable
-
-    def _view(self, heads: int) -> TensorView:
-        step = self.seq_len * self.head_dim
-        shape = (self.batch_size, heads, self.seq_len, self.head_dim)
-        return TensorView(self.dtype, shape, (heads * step, step, self.head_dim, 1), "device", None)
 
 
 def _pair(tiles: Any) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from aule.codegen import target_for
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.ir import KernelIR
-from aule.kernels.emitted import EmittedKernel
+from aule.kernels.emitted import EmittedKernel, contiguous
 from aule.ops.decode.config import DecodeShape
 from aule.ops.decode.plan.decode import plan_decode
 from aule.ops.decode.plan.shapes import choose_decode_shape, subgroup_size
@@ -112,13 +112,9 @@ class IncrementalAttentionKernel(EmittedKernel):
         )  # fmt: skip
 
     def _views(self) -> dict[str, TensorView]:
-        def view(heads: int, length: int) -> TensorView:
-            step = length * self.head_dim
-            shape = (self.batch_size, heads, length, self.head_dim)
-            return TensorView(self.dtype, shape, (heads * step, step, self.head_dim, 1), "device", None)
-
-        queries, keys = view(self.num_heads, 1), view(self.num_kv_heads, self.max_seq_len)
-        lens = TensorView("i32", (self.batch_size,), (1,), "device", None)
+        queries = contiguous(self.dtype, (self.batch_size, self.num_heads, 1, self.head_dim))
+        keys = contiguous(self.dtype, (self.batch_size, self.num_kv_heads, self.max_seq_len, self.head_dim))
+        lens = contiguous("i32", (self.batch_size,))
         return {"q": queries, "k": keys, "v": keys, "o": queries, "lens": lens}
 
     def _shape(self, problem: DecodeProblem, target: Target) -> DecodeShape:

@@ -16,8 +16,14 @@ from aule.ir import KernelIR
 from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.shared.checks import checked_number
 from aule.target import Target
+from aule.view import TensorView, contiguous_strides
 
 _DTYPES = ("f32", "f16", "bf16")
+
+
+def contiguous(dtype: str, shape: tuple[int, ...]) -> TensorView:
+    """A view of a contiguous array without memory."""
+    return TensorView(dtype, shape, contiguous_strides(shape), "device", None)
 
 
 class EmittedKernel(ABC):
@@ -33,7 +39,6 @@ class EmittedKernel(ABC):
             raise InvalidDtypeError(f"[{kind}] expected dtype {', '.join(_DTYPES)}, got {dtype!r}; choose one")
 
     def _check_heads(self, head_dim: Any, num_heads: int, num_kv_heads: int) -> None:
-        """Refuse head dimensions and numbers of heads that attention does not support."""
         kind = type(self).__name__
         if not isinstance(head_dim, (int, np.integer)) or not 1 <= head_dim <= MAX_HEAD_DIM:
             raise InvalidShapeError(

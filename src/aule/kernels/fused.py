@@ -16,12 +16,11 @@ from typing import Any
 from aule.codegen import target_for
 from aule.engine.row_ops import result_views
 from aule.ir import KernelIR
-from aule.kernels.emitted import EmittedKernel
+from aule.kernels.emitted import EmittedKernel, contiguous
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.shared.checks import checked_dropout
 from aule.ops.shared.plan import Step
 from aule.target import Target
-from aule.view import TensorView, contiguous_strides
 
 
 class FusedKernel(EmittedKernel):
@@ -60,10 +59,7 @@ class FusedKernel(EmittedKernel):
     def steps(self, target: str | Target | None = None) -> tuple[Step, ...]:
         """Return all launches of the op. The last one is this kernel."""
         spec = CATALOGUE[self.op]
-        views = {
-            name: TensorView(dtype, shape, contiguous_strides(shape), "device", None)
-            for name, (dtype, shape) in self.operands().items()
-        }
+        views = {name: contiguous(dtype, shape) for name, (dtype, shape) in self.operands().items()}
         options = {option.name: option.default for option in spec.options} | self.options()
         call = spec.call(views, options)
         return spec.plan(call.problem, dict(call.views) | result_views(call), self._target(target)).steps
@@ -97,8 +93,6 @@ class _RowsKernel(FusedKernel):
 
 
 class _GatedKernel(_RowsKernel):
-    """A kernel on a gate and a value to be gated."""
-
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return dict.fromkeys(("gate", "up"), (self.dtype, (self.rows, self.length)))
 

@@ -1,4 +1,4 @@
-"""Tile configurations: what a device is given, what that needs, and a refusal where it does not fit."""
+"""Tile configurations of devices, the shared memory they need, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ TILE_STEP = 8
 """Tiles are multiples of this: fewer rows or columns leave no work for a workgroup's threads."""
 
 _THREADS = ((16, 8), (8, 16), (16, 16), (8, 8), (32, 8), (8, 32))
-"""Columns and rows of threads, the preferred first. More than 256 would leave each too few registers for its sums."""
+"""Columns and rows of threads, the preferred first. More than 256 threads would have too few registers for sums."""
 
 LARGEST_SHARED = 227 * 1024
-"""Shared memory of a workgroup on the device that has most (NVIDIA sm_90): more is possible nowhere."""
+"""The most shared memory that a workgroup has on any device (NVIDIA sm_90)."""
 
 MAX_ACCUMULATORS = 96
-"""Sums that one thread of hand-chosen tiles may hold: 64 + 32 leave room for operands below 255 registers."""
+"""Most sums per thread for hand-chosen tiles: 64 + 32 leave room for operands below 255 registers."""
 
 BY_RULE = "by rule, not measured"
-"""Where a configuration comes from when nobody has timed it."""
+"""Origin of a configuration that was not measured."""
 _MEASURED_DIMS = (64, 128)
 """Head dimensions for which the tables were measured."""
 
 
 class NeedsSharedMemory(Protocol):
-    """Anything that knows how much shared memory a workgroup of it uses."""
+    """A configuration or kernel that knows how much shared memory a workgroup uses."""
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -49,7 +49,7 @@ class NeedsSharedMemory(Protocol):
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How attention is cut up for one kind of device.
+    """The tiles of attention on one kind of device.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class TileConfig:
         return self.shape.shared_bytes(self.head_dim, self.value_dim, uses_subgroups(self.target, self.shape))
 
     def for_head_dim(self, head_dim: int, value_dim: int | None = None) -> TileConfig:
-        """The configuration of the same device for other head dimensions."""
+        """The configuration of this device for other head dimensions."""
         return config_for(self.target, head_dim, value_dim, self.name)
 
 
@@ -200,9 +200,8 @@ def validate_config(config: NeedsSharedMemory, limit: int | Target) -> None:
 def shape_for_tiles(target: Target, tile_q: int, tile_kv: int, head_dim: int, value_dim: int) -> SimtShape:
     """Threads and chunks for tiles that a person chose.
 
-    The table's own shape is taken where it has these tiles. Otherwise, of all ways to lay threads over the tiles that
-    fit the device: the first in which a thread's sums stay in registers, with Q kept in shared memory, rows within a
-    subgroup and long chunks going first.
+    A shape of the table with these tiles comes first. Otherwise it is the first layout of threads that fits the device
+    and keeps a thread's sums in registers; resident Q, rows within a subgroup and long chunks are preferred.
 
     Raises
     ------
@@ -210,10 +209,11 @@ def shape_for_tiles(target: Target, tile_q: int, tile_kv: int, head_dim: int, va
         Naming the need, the limit and the remedy.
     """
     check_tiles(tile_q, tile_kv)
-    ways = list(_ways(tile_q, tile_kv, head_dim))
-    possible = [s for s in ways if s.threads <= target.max_threads and s.accumulators(value_dim) <= MAX_ACCUMULATORS]
+    candidates = list(_candidates(tile_q, tile_kv, head_dim))
+    allowed = [s for s in candidates if s.threads <= target.max_threads]
+    possible = [s for s in allowed if s.accumulators(value_dim) <= MAX_ACCUMULATORS]
     if not possible:
-        most = max((s for s in ways if s.threads <= target.max_threads), key=lambda s: s.threads, default=ways[-1])
+        most = max(allowed, key=lambda s: s.threads, default=candidates[-1])
         raise InvalidArgumentError(
             f"[with_tiles] expected tiles of which one thread holds at most {MAX_ACCUMULATORS} sums, got {tile_q} x "
             f"{tile_kv} with {most.accumulators(value_dim)} in workgroups of {most.threads} ({target.name} allows "
@@ -246,8 +246,8 @@ def check_tiles(tile_q: int, tile_kv: int) -> None:
         )
 
 
-def _ways(tile_q: int, tile_kv: int, head_dim: int) -> Iterator[SimtShape]:
-    """All ways to lay threads over tiles, the preferred first."""
+def _candidates(tile_q: int, tile_kv: int, head_dim: int) -> Iterator[SimtShape]:
+    """All layouts of threads over tiles, the preferred first."""
     # 8 columns a step where 16 would compute on more padding, as the table's own shapes do.
     longest = 8 if padded(head_dim, 8) < padded(head_dim, 16) else 16
     for known in (simt_shape(record.use) for record in tuning.family_records(GENERIC, SIMT)):

@@ -108,9 +108,9 @@ def test_gradients_are_pytorch_s(name: str, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in CALLS if name in CATALOGUE and CATALOGUE[name].kept])
+@pytest.mark.parametrize("name", [name for name in CALLS if name in CATALOGUE and CATALOGUE[name].saved_outputs])
 def test_so_they_are_with_what_was_kept_for_them(name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_host, "_KEPT_FROM", 0)
+    monkeypatch.setattr(torch_host, "_SAVE_FROM", 0)
     test_gradients_are_pytorch_s(name, dtype)
 
 
@@ -232,9 +232,7 @@ def test_a_result_is_kept_for_the_gradient_only_where_it_is_of_use() -> None:
 def test_statistics_are_kept_for_the_gradient_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     compute = passes.compute
-    monkeypatch.setattr(
-        passes, "compute", lambda *given: (asked.append((given[0].name, given[4])), compute(*given))[1]
-    )
+    monkeypatch.setattr(passes, "compute", lambda *given: (asked.append((given[0].name, given[4])), compute(*given))[1])
     x = made(4, 4096).requires_grad_()
     y = aule.layer_norm(x)
     assert isinstance(y, torch.Tensor)
@@ -432,13 +430,13 @@ def test_transforms() -> None:
     assert torch.equal(torch.vmap(aule.rms_norm, in_dims=(1, None), out_dims=1)(x.detach(), w), aule.rms_norm(x, w))
 
 
-@pytest.mark.parametrize("kept_from", [0, 1 << 14])
+@pytest.mark.parametrize("save_from", [0, 1 << 14])
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_outside_of_the_transform_and_of_many(
-    name: str, kept_from: int, monkeypatch: pytest.MonkeyPatch
+    name: str, save_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ``vjp`` returns is called when the transform is over; ``is_grads_batched`` maps gradients without one."""
-    monkeypatch.setattr(torch_host, "_KEPT_FROM", kept_from)
+    monkeypatch.setattr(torch_host, "_SAVE_FROM", save_from)
     call = CALLS[name][0]
     tensors = inputs(name)
     outs = flat(call(*tensors))

@@ -51,7 +51,7 @@ def made(launches: Launches, q: Any, k: Any, v: Any) -> Any:
     torch_repeated.remember(OnCuda, call, Ready(launches, (output,), None, Device()), (q, k, v))
 
     def again(*tensors: Any) -> Any:
-        found = torch_repeated.again(call.quick, tensors)
+        found = torch_repeated.repeat(call.repeat_key, tensors)
         return None if found is None else found[0]
 
     return again

@@ -162,9 +162,9 @@ def test_calls_in_turns_do_not_replace_each_other(longer: list[str]) -> None:
         aule.layer_norm(*one)
         aule.layer_norm(*other)
     assert len(longer) == 1 + 4
-    for _ in range(repeated._PATIENCE + 3):
+    for _ in range(repeated._MISSES_BEFORE_REPLACEMENT + 3):
         aule.layer_norm(*other)
-    assert len(longer) == 1 + 4 + repeated._PATIENCE  # of which the last of the four was the first
+    assert len(longer) == 1 + 4 + repeated._MISSES_BEFORE_REPLACEMENT  # of which the last of the four was the first
 
 
 def test_without_what_pytorch_promises_to_nobody(longer: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,10 +110,10 @@ def test_what_is_kept_for_the_gradient(case: fused_cases.Case, name: str) -> Non
     if name == "avx512":
         target = replace(target, extensions=features, cache_bytes=1)
     spec = CATALOGUE[case.op]
-    assert spec.gradient is not None and spec.kept[0] == "statistics"
+    assert spec.gradient is not None and spec.saved_outputs[0] == "statistics"
     arrays, options = fused_cases.operands(case), fused_cases.options(spec, case)
     plain = fused_cases.bound(spec, arrays, options)
-    for kept in (spec.kept[:1], spec.kept) if len(spec.kept) > 1 else (spec.kept,):
+    for kept in (spec.saved_outputs[:1], spec.saved_outputs) if len(spec.saved_outputs) > 1 else (spec.saved_outputs,):
         call = spec.call(plain.views, options, (*spec.outputs, *kept))
         found = run(spec, call, target)
         fused_cases.judge(plain, found, fused_cases.right(spec, plain), gradient=False)

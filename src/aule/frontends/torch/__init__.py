@@ -1,12 +1,13 @@
 """PyTorch tensors. Imported only when torch is loaded already.
 
-A call goes down this list, and each file knows only those below it:
+A call goes through these files in order:
 
-- `entry`, `kvcache`, `sdpa`: where calls come in.
-- `compile`: aule as operators of PyTorch, for Dynamo, export and functorch.
-- `autograd`: eager calls with gradients. `passes`: forward and backward pass on the route of their tensors.
-- `route`: which device serves a tensor. `devices`: how each computes a call.
-- `repeated`: calls like an earlier one, from one look-up to the launch.
-- `attention`, `varlen`, `decode`, `row_ops`: one op each, as a `calls.Call` with its problem and views.
-- `views`, `checks`, `modes`, `seeds`: memory of tensors, checks of arguments, PyTorch's state, seeds of dropout.
+1. `entry`, `kvcache` and `sdpa` take calls. `repeated` launches calls like an earlier one at once.
+2. `autograd` takes calls that need gradients, `compile` those that PyTorch traces or transforms, as operators. `passes`
+   has the forward and backward passes that both compute.
+3. `attention`, `varlen`, `decode` and `row_ops` make a `calls.Call` of the arguments: its problem, views and outputs.
+4. `route` chooses the route of the call's first tensor. `devices` has a route per kind of device: it plans the call,
+   once per signature, and launches it.
+
+All use `views` (memory of tensors), `checks` (arguments), `modes` (PyTorch's state) and `seeds` (of dropout).
 """

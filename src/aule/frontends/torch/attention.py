@@ -25,6 +25,7 @@ from aule.frontends.torch.calls import Bound, Call, Output, Overlap, Results
 from aule.frontends.torch.checks import NAMES, checked_out, keyed, no_gradient
 from aule.frontends.torch.modes import refuse_tracing
 from aule.frontends.torch.views import (
+    Array,
     ViewOf,
     four_axes,
     fresh_view,
@@ -76,33 +77,48 @@ def operands(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict
     return tensors
 
 
-def aligned_among(aligned: Mapping[str, bool]) -> dict[str, bool]:
-    """The alignment of those buffers that plans of attention depend on."""
+class AttentionCall(Call):
+    """What the forward and the backward pass share. `varlen` overrides what differs for packed batches."""
+
+    __slots__ = ("options",)
+
+    options: AttentionOptions
+    inputs = {"q": "q", "k": "k", "v": "v"} | ARRAYS
+    """Tensors that the check takes, with the names of their buffers."""
+    lift = staticmethod(four_axes)
+    """Brings a view of q, k, v or a result into the four axes of kernels."""
+
+    def views(self, view: ViewOf) -> dict[str, Any]:
+        """Views of the inputs, by the names that the check takes."""
+        refuse_tracing(self.op)
+        given = self.tensors
+        return {name: view(given[at], name, self.op, "q") for name, at in self.inputs.items() if at in given}
+
+    def problem(self, view: ViewOf) -> tuple[AttentionProblem, Operands]:
+        """Check the call."""
+        return attention_problem(**self.views(view), **self.options.plain())
+
+
+def _alignment_for_plans(aligned: Mapping[str, bool]) -> dict[str, bool]:
     return {name: aligned[name] for name in _ALIGNED if name in aligned}
 
 
-def problem_of(
-    tensors: Mapping[str, Tensor], options: AttentionOptions, view: ViewOf
-) -> tuple[AttentionProblem, Operands]:
-    """Check a call; ``tensors`` by buffer name."""
-    refuse_tracing()
-    names = {"q": "q", "k": "k", "v": "v"} | ARRAYS
-    views: dict[str, Any] = {name: view(tensors[at], name, OP, "q") for name, at in names.items() if at in tensors}
-    return attention_problem(**views, **options.plain())
-
-
-class Forward(Call):
+class Forward(AttentionCall):
     """Attention; its results are the output and, with ``return_lse``, the log-sum-exp in the type computed in.
 
     Parameters
     ----------
     training : bool or None
         Whether gradients will follow, which NumPy does not have; None if they cannot.
-    known : hashable, optional
-        The key of `quick`, where the caller has it.
+    key : hashable, optional
+        Its `repeat_key`, if the caller has it.
     """
 
-    __slots__ = ("asked", "training")
+    __slots__ = ("training",)
+
+    training: bool | None
+    unwritten_rows = False
+    """Whether the result may have rows that no kernel writes: they are zero, their log-sum-exp -inf."""
 
     def __init__(
         self,
@@ -111,32 +127,38 @@ class Forward(Call):
         v: Tensor,
         options: AttentionOptions,
         training: bool | None = None,
-        known: Hashable | None = None,
+        key: Hashable | None = None,
     ) -> None:
         options = keyed(OP, options)
-        self.op, self.asked, self.training, self.backend = OP, options, training, options.backend
+        self.op, self.options, self.training, self.backend = OP, options, training, options.backend
         self.tensors = operands(q, k, v, options)
-        self.given = {} if options.out is None else {"o": options.out}
-        self.options = ("attention", *_forward_key(options))
+        self.destinations = {} if options.out is None else {"o": options.out}
+        self.option_key = ("attention", *_forward_key(options))
         self.results = ("o", "lse")[: 1 + options.return_lse]
-        self.quick = None if "seed" in self.tensors else known or quick(q, k, v, options, training)[0]
+        self.repeat_key = None if "seed" in self.tensors else key or repeat_key(q, k, v, options, training)[0]
+
+    def result_shapes(self, found: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the output and of the log-sum-exp, as the caller gets them."""
+        return found.out_shape, found.lse_shape
 
     def bind(self, view: ViewOf) -> Bound:
-        problem, found = problem_of(self.tensors, self.asked, view)
+        problem, found = self.problem(view)
         q = self.tensors["q"]
-        out = fresh_view(problem.dtype, found.out_shape)
-        if self.given:
-            out = view(checked_out(self.given["o"], found.out_shape, q), "out", OP, "q")
-        outputs = [Output("o", q.dtype, found.out_shape)]
-        if self.asked.return_lse:
-            outputs.append(Output("lse", work_dtype(q), found.lse_shape))
-        return Bound(problem, attention_views(found, four_axes(out)), tuple(outputs))
+        shape, lse_shape = self.result_shapes(found)
+        out = fresh_view(problem.dtype, shape)
+        if self.destinations:
+            out = view(checked_out(self.destinations["o"], shape, q, self.op), "out", self.op, "q")
+        fill, lse_fill = (0.0, -torch.inf) if self.unwritten_rows else (None, None)
+        outputs = [Output("o", q.dtype, shape, fill=fill)]
+        if self.options.return_lse:
+            outputs.append(Output("lse", work_dtype(q), lse_shape, fill=lse_fill, empty=-torch.inf))
+        return Bound(problem, attention_views(found, self.lift(out)), tuple(outputs))
 
     def prepare(
         self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
     ) -> PreparedCall:
         problem = cast(AttentionProblem, bound.problem)
-        return prepare_forward(problem, dict(bound.views), device, aligned_among(aligned), memory)
+        return prepare_forward(problem, dict(bound.views), device, _alignment_for_plans(aligned), memory)
 
     def host_device(self, foreign: bool) -> Device | None:
         q = self.tensors["q"]
@@ -145,28 +167,29 @@ class Forward(Call):
         return gradient_device(q, self.backend, self.training, foreign)
 
     def through_host(self, device: Device | None) -> Results:
-        problem, found = problem_of(self.tensors, self.asked, view_on_host)
-        q = self.tensors["q"]
-        out = self.given.get("o")
-        out = q.new_empty(found.out_shape) if out is None else written(checked_out(out, found.out_shape, q))
-        target = four_axes(view_on_host(out, "out")).storage
+        problem, found = self.problem(view_on_host)
+        shape, lse_shape = self.result_shapes(found)
+        q, out = self.tensors["q"], self.destinations.get("o")
+        out = q.new_empty(shape) if out is None else written(checked_out(out, shape, q, self.op))
+        target = self.lift(view_on_host(out, "out", self.op)).storage
         _, lse = forward_on_host(problem, found, device, target, exact_lse=True)
-        return (out,) if lse is None else (out, torch.from_numpy(lse).reshape(found.lse_shape))
+        return (out,) if lse is None else (out, torch.from_numpy(lse).reshape(lse_shape))
 
     def overlap(self, on_host: bool) -> Overlap | None:
-        return (shares_memory if on_host else lies_over) if self.given else None
+        return (shares_memory if on_host else lies_over) if self.destinations else None
 
-    def moved(self, tensors: dict[str, Tensor]) -> Forward:
-        return Forward(tensors["q"], tensors["k"], tensors["v"], on_copies(self.asked, tensors), self.training)
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Forward:
+        options = options_with_tensors(self.options, tensors)
+        return Forward(tensors["q"], tensors["k"], tensors["v"], options, self.training)
 
 
-def on_copies(options: AttentionOptions, tensors: Mapping[str, Tensor]) -> AttentionOptions:
+def options_with_tensors(options: AttentionOptions, tensors: Mapping[str, Tensor]) -> AttentionOptions:
     """Options with other tensors, by buffer name, and a result in fresh memory."""
     arrays: dict[str, Any] = {name: tensors.get(buffer) for name, buffer in ARRAYS.items()}
     return options._replace(out=None, **arrays)
 
 
-def quick(
+def repeat_key(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, training: bool | None = None
 ) -> tuple[Hashable, Sequence[Tensor]]:
     """Key and tensors under which a forward pass may be repeated: the options themselves if they hold no tensors."""
@@ -188,30 +211,43 @@ class Saved(NamedTuple):
     dout: Tensor
 
 
-class Backward(Call):
+class Backward(AttentionCall):
     """Gradients of q, k and v and, where they are wanted, of what is added to the scores (``ds``)."""
 
-    __slots__ = ("asked", "scores")
+    __slots__ = ("scores",)
+
+    scores: bool
 
     def __init__(self, saved: Saved, options: AttentionOptions, scores: bool) -> None:
         options = keyed(OP, options)._replace(return_lse=True, out=None)
-        self.op, self.asked, self.scores, self.backend = OP, options, scores, options.backend
-        self.tensors = operands(saved.q, saved.k, saved.v, options)
-        self.tensors |= {"o": saved.out, "lse": saved.lse, "do": saved.dout}
-        self.given = {}
-        self.options = ("attention gradients", *_backward_key(options), scores)
-        self.quick = (self.options, self.backend, tuple(self.tensors))
+        self.op, self.options, self.scores, self.backend = OP, options, scores, options.backend
+        self.tensors = self.inputs_of(saved, options)
+        self.destinations = {}
+        self.option_key = ("attention gradients", *_backward_key(options), scores)
+        self.repeat_key = (self.option_key, self.backend, tuple(self.tensors))
         self.results = ("dq", "dk", "dv", "ds")[: 3 + scores]
 
+    @staticmethod
+    def inputs_of(saved: Saved, options: AttentionOptions) -> dict[str, Tensor]:
+        """All tensors of a call by buffer name."""
+        return operands(saved.q, saved.k, saved.v, options) | {"o": saved.out, "lse": saved.lse, "do": saved.dout}
+
+    def gradient_output(self, name: str, like: Tensor) -> Output:
+        """The gradient of q, k or v, as the caller gets it."""
+        return Output(name, like.dtype, tuple(like.shape))
+
+    def gradient_tensor(self, grad: Array, like: Tensor) -> Tensor:
+        """A gradient with the four axes of kernels, as the caller gets it."""
+        return tensor_like(grad, like)
+
     def bind(self, view: ViewOf) -> Bound:
-        problem, found = problem_of(self.tensors, self.asked, view)
-        results = {name: four_axes(view(self.tensors[name], name, OP, "q")) for name in ("o", "do")}
+        problem, found = self.problem(view)
+        results = {name: self.lift(view(self.tensors[name], name, self.op, "q")) for name in ("o", "do")}
         views: dict[str, TensorView] = attention_views(found, results["o"]) | {"do": results["do"]}
         outputs = []
         for name, x in (("dq", found.q), ("dk", found.k), ("dv", found.v)):
             views[name] = fresh_view(problem.dtype, x.shape)
-            like = self.tensors[name[1:]]
-            outputs.append(Output(name, like.dtype, tuple(like.shape)))
+            outputs.append(self.gradient_output(name, self.tensors[name[1:]]))
         if self.scores:
             work = work_dtype(self.tensors["q"])
             shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
@@ -221,38 +257,36 @@ class Backward(Call):
 
     def prepare(
         self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall | None:
-        if not self.tensors["o"].numel() or not self.tensors["k"].shape[-2]:
-            return None
+    ) -> PreparedCall:
         problem = cast(AttentionProblem, bound.problem)
-        return prepare_backward(problem, dict(bound.views), device, aligned_among(aligned), memory)
+        return prepare_backward(problem, dict(bound.views), device, _alignment_for_plans(aligned), memory)
 
     def host_device(self, foreign: bool) -> Device | None:
         return gradient_device(self.tensors["q"], self.backend, True, foreign)
 
     def through_host(self, device: Device | None) -> Results:
         assert device is not None  # NumPy is refused by `gradient_device`
-        problem, found = problem_of(self.tensors, self.asked, view_on_host)
-        out, dout = (four_axes(view_on_host(self.tensors[name], name)) for name in ("o", "do"))
-        lse = self.tensors["lse"]
-        ds = None
+        problem, found = self.problem(view_on_host)
+        out, dout = (self.lift(view_on_host(self.tensors[name], name, self.op)) for name in ("o", "do"))
+        lse, ds = self.tensors["lse"], None
         if self.scores:
             ds = lse.new_zeros((problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv))
-        rows = lse.numpy()
-        scores = None if ds is None else ds.numpy()
-        grads = backward_on_host(
-            problem, found, device, out.storage, rows[(None,) * (3 - rows.ndim)], dout, scores
-        )  # fmt: skip
-        made = [tensor_like(grad, self.tensors[name]) for grad, name in zip(grads, "qkv", strict=True)]
+        rows = lse.numpy()[(None,) * (3 - lse.dim())]
+        grads = backward_on_host(problem, found, device, out.storage, rows, dout, None if ds is None else ds.numpy())
+        made = [self.gradient_tensor(grad, self.tensors[name]) for grad, name in zip(grads, "qkv", strict=True)]
         return (*made,) if ds is None else (*made, ds)
 
-    def moved(self, tensors: dict[str, Tensor]) -> Backward:
-        saved = Saved(*(tensors[name] for name in ("q", "k", "v", "o", "lse", "do")))
-        return Backward(saved, on_copies(self.asked, tensors), self.scores)
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Backward:
+        return Backward(saved_of(tensors), options_with_tensors(self.options, tensors), self.scores)
+
+
+def saved_of(tensors: Mapping[str, Tensor]) -> Saved:
+    """Inputs of the gradients from tensors by buffer name."""
+    return Saved(*(tensors[name] for name in ("q", "k", "v", "o", "lse", "do")))
 
 
 def gradient_device(q: Tensor, spec: str | None, training: bool, foreign: bool) -> Device | None:
-    """The device for CPU tensors whose gradients may be asked for; None stands for NumPy.
+    """The device for CPU tensors that may need gradients; None stands for NumPy.
 
     Tensors stay on the CPU unless there is only another device or one is forced; ``foreign`` ones, which are copied
     anyway, go to the best. NumPy has no gradients: it is refused if ``training``.

@@ -21,11 +21,9 @@ from aule.view import TensorView
 
 Results = tuple[Tensor | None, ...]
 ContentsCheck = Callable[[Sequence[Tensor]], None]
-"""Raises where operands hold numbers that they must not; takes a call's tensors in order."""
-
-
+"""Raises if operands hold invalid numbers; takes a call's tensors in order."""
 Overlap = Callable[[Sequence[Tensor]], bool]
-"""Takes all tensors of a call in order."""
+"""Whether writing the result would overwrite operands; takes all tensors of a call in order."""
 
 
 class Output(NamedTuple):
@@ -66,30 +64,30 @@ class Call(ABC):
         The public function, for messages.
     tensors : dict
         Operands by buffer name, the one that decides the route first.
-    given : dict
-        Results that go to the caller's memory (``out=``, ``inplace=True``), by buffer name.
-    options : tuple
+    destinations : dict
+        The caller's memory for results (``out=``, ``inplace=True``), by buffer name.
+    option_key : tuple
         Everything else that decides the result, hashable.
     backend : str or None
         The backend that the caller asked for.
     results : tuple of str
         Buffer names of what `Route.compute` returns, in order; None is returned for those that are not made.
-    quick : hashable or None
+    repeat_key : hashable or None
         Key under which `repeated` remembers the call; None if it must not.
     """
 
     indices: tuple[str, ...] = ()
     """Operands that may be on the host while the others are on a device."""
 
-    __slots__ = ("backend", "given", "op", "options", "quick", "results", "tensors")
+    __slots__ = ("backend", "destinations", "op", "option_key", "repeat_key", "results", "tensors")
 
     op: str
     tensors: dict[str, Tensor]
-    given: dict[str, Tensor]
-    options: tuple[Hashable, ...]
+    destinations: dict[str, Tensor]
+    option_key: tuple[Hashable, ...]
     backend: str | None
     results: tuple[str, ...]
-    quick: Hashable | None
+    repeat_key: Hashable | None
 
     @property
     def first(self) -> Tensor:
@@ -98,13 +96,13 @@ class Call(ABC):
 
     @abstractmethod
     def bind(self, view: ViewOf) -> Bound:
-        """Check the call; asked once per signature."""
+        """Check the call; done once per signature."""
 
     @abstractmethod
     def prepare(
         self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall | None:
-        """Plan and build for a device; None where there is nothing to launch.
+    ) -> PreparedCall:
+        """Plan and build for a device.
 
         Parameters
         ----------
@@ -123,19 +121,19 @@ class Call(ABC):
         """Compute CPU tensors by views: on NumPy, or on a device that the arrays are copied to."""
 
     @abstractmethod
-    def moved(self, tensors: dict[str, Tensor]) -> Call:
-        """This call on copies of its tensors, with results in fresh memory."""
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Call:
+        """This call on other tensors, with results in fresh memory."""
 
     def placed(self, on_host: bool) -> Call:
-        """The call as kernels take it: indices in their type and place, and what the host cannot read of them."""
+        """The call with indices as int32 where kernels read them, and with the lengths that only the device knows."""
         return self
 
     def all_tensors(self) -> list[Tensor]:
         """The operands, then results in the caller's memory."""
-        return [*self.tensors.values(), *self.given.values()]
+        return [*self.tensors.values(), *self.destinations.values()]
 
     def overlap(self, on_host: bool) -> Overlap | None:
-        """The check whether a result in the caller's memory would overwrite operands that are still to be read."""
+        """The check whether a result in the caller's memory would overwrite operands; None if it cannot."""
         return None
 
     def has_signature(self) -> bool:
@@ -143,7 +141,7 @@ class Call(ABC):
         return True
 
     def contents_check(self, problem: Hashable) -> ContentsCheck | None:
-        """The check of what operands in host memory hold, made on every call; None if there is nothing to check."""
+        """The check of the contents of operands in host memory, made on every call; None if there is none."""
         return None
 
 
@@ -159,7 +157,7 @@ class Ready(NamedTuple):
     places : list or None
         Which output each result is, None for those that are not made; None if results are the outputs in order.
     check : callable or None
-        The check of what operands hold, where the host can read them.
+        The check of the contents of operands, if the host can read them.
     """
 
     launch: BoundCall | None
@@ -170,7 +168,7 @@ class Ready(NamedTuple):
     overlap: Overlap | None = None
 
     def results(self, made: list[Tensor]) -> Results:
-        """Results in the order in which a call returns them, from its outputs."""
+        """A call's outputs in the order in which it returns them."""
         if self.places is None:
             return tuple(made)
         return tuple([None if i is None else made[i] for i in self.places])

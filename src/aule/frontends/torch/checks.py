@@ -97,7 +97,7 @@ def integers(op: str, name: str, array: object, shape: str = "") -> Tensor:
 
 
 def checked_out(out: object, shape: tuple[int, ...], q: Tensor, op: str = "flash_attention") -> Tensor:
-    """An ``out`` argument that fits."""
+    """Check an ``out`` argument and return it."""
     if not isinstance(out, Tensor) or tuple(out.shape) != shape:
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise InvalidShapeError(f"[{op}] expected out of shape {shape}, got {got}; allocate it like q")
@@ -121,10 +121,10 @@ Options = TypeVar("Options", AttentionOptions, DecodeOptions)
 
 
 def by_value(op: str, options: AttentionOptions | DecodeOptions) -> dict[str, Any]:
-    """Numbers, flags and the window as plain values, where they are tensors, arrays or lists.
+    """The options that are tensors, arrays or lists, as plain numbers, flags and windows; nearly always none.
 
-    Tensors are keys by identity while their contents may change, and lists are no keys at all. Other objects are
-    refused. Nearly always the result is empty.
+    Options are part of keys: a tensor's hash does not depend on its contents, and lists have none. Other objects are
+    refused.
     """
     scale, softcap, window = options.scale, options.softcap, options.window
     if (
@@ -160,12 +160,11 @@ def keyed(op: str, options: Options) -> Options:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def no_gradient(got: str, remedy: str, op: str = "flash_attention") -> AuleError:
-    """The error for tensors that need a gradient where there is none."""
-    return AuleError(
-        "AULE_ERROR_NO_GRADIENT",
-        f"[{op}] expected tensors that need no gradient, got requires_grad=True with {got}; {remedy}",
-    )
+def no_gradient(got: str | None, remedy: str, op: str = "flash_attention") -> AuleError:
+    """The error for tensors that need a gradient where there is none; ``got`` says what prevents it."""
+    reason = "" if got is None else f" with {got}"
+    message = f"[{op}] expected tensors that need no gradient, got requires_grad=True{reason}; {remedy}"
+    return AuleError("AULE_ERROR_NO_GRADIENT", message)
 
 
 def no_second_derivative(op: str = "flash_attention") -> AuleError:

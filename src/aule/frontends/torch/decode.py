@@ -17,7 +17,7 @@ from aule.engine.attention import host_device
 from aule.engine.decode import decode_on_host, prepare_decode
 from aule.engine.memory import MemorySource
 from aule.engine.run import PreparedCall
-from aule.errors import AuleError, InvalidShapeError
+from aule.errors import InvalidShapeError
 from aule.frontends.numpy import states_message
 from aule.frontends.torch.calls import Bound, Call, ContentsCheck, Output, Overlap, Results
 from aule.frontends.torch.checks import NAMES, by_value, checked_out, integers, require_tensor
@@ -59,11 +59,11 @@ _arrays, _extras = _fields(tuple(_ARRAYS)), _fields((*_ARRAYS, "out"))
 _plain = _fields(("layout", "causal", "scale", "window", "softcap", "return_lse", "backend"))
 
 
-def quick(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> tuple[Hashable, list[Tensor]] | None:
-    """Key and tensors under which a call may be repeated; None for other calls.
+def repeat_key(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> tuple[Hashable, list[Tensor]] | None:
+    """Key and tensors under which a call may be repeated; None if it cannot be.
 
-    Others have options that are tensors, indices that must be converted or brought to the device, and packed queries
-    whose longest length must be read from the device.
+    It cannot if an option is a tensor, if indices must be converted to int32, or if the longest length of packed
+    queries must be read from the device.
     """
     lens, tables, cu_q, longest = options[:4]
     if (
@@ -84,38 +84,38 @@ def quick(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> tuple[Hash
 class Decode(Call):
     """Decoding; its results are the output and, with ``return_lse``, the log-sum-exp in the type computed in."""
 
-    __slots__ = ("asked",)
+    __slots__ = ("options",)
     indices = ("lens", "tables", "cu_q")
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, quick: Hashable | None = None) -> None:
-        self.op, self.asked, self.backend, self.quick = options.op, options, options.backend, quick
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, key: Hashable | None = None) -> None:
+        self.op, self.options, self.backend, self.repeat_key = options.op, options, options.backend, key
         self.tensors = {"q": q, "k": k, "v": v}
         for name, x in zip(_ARRAYS.values(), _arrays(options), strict=True):
             if x is not None:
                 self.tensors[name] = cast(Tensor, x)
-        self.given = {} if options.out is None else {"o": options.out}
-        self.options = ("decode", *_plain(options), options.max_seqlen_q)
+        self.destinations = {} if options.out is None else {"o": options.out}
+        self.option_key = ("decode", *_plain(options), options.max_seqlen_q)
         self.results = ("o", "lse")[: 1 + options.return_lse]
 
     def problem(self, view: ViewOf, op: str | None = None) -> tuple[DecodeProblem, DecodeOperands]:
-        """Check the call, in the name of ``op`` where that is another function."""
+        """Check the call; errors name ``op``, by default the call's own."""
         op = op or self.op
         refuse_tracing(op)
         names = {"q": "q", "k": "k", "v": "v"} | _ARRAYS
         given = self.tensors
         views: dict[str, Any] = {name: view(given[at], name, op, "q") for name, at in names.items() if at in given}
-        return decode_problem(op, **views, **self.asked.plain())
+        return decode_problem(op, **views, **self.options.plain())
 
     def bind(self, view: ViewOf) -> Bound:
         problem, found = self.problem(view)
         q = self.tensors["q"]
         out = fresh_view(problem.dtype, found.out_shape)
-        if self.given:
-            out = view(checked_out(self.given["o"], found.out_shape, q, self.op), "out", self.op, "q")
+        if self.destinations:
+            out = view(checked_out(self.destinations["o"], found.out_shape, q, self.op), "out", self.op, "q")
         # No kernel writes rows that belong to no sequence.
         packed = "cu_q" in self.tensors
         outputs = [Output("o", q.dtype, found.out_shape, fill=0.0 if packed else None)]
-        if self.asked.return_lse:
+        if self.options.return_lse:
             fill = -torch.inf if packed else None
             outputs.append(Output("lse", work_dtype(q), found.lse_shape, fill=fill, empty=-torch.inf))
         return Bound(problem, decode_views(found, _lifted(out, found.form)), tuple(outputs))
@@ -132,33 +132,32 @@ class Decode(Call):
 
     def through_host(self, device: Device | None) -> Results:
         problem, found = self.problem(view_on_host)
-        q, out = self.tensors["q"], self.given.get("o")
+        q, out = self.tensors["q"], self.destinations.get("o")
         out = q.new_empty(found.out_shape) if out is None else written(checked_out(out, found.out_shape, q, self.op))
         target = found.lifted(view_on_host(out, "out").storage)
         _, lse = decode_on_host(self.op, problem, found, device, target)
         return (out,) if lse is None else (out, torch.from_numpy(lse).reshape(found.lse_shape))
 
     def overlap(self, on_host: bool) -> Overlap | None:
-        return shares_memory if on_host and self.given else None
+        return shares_memory if on_host and self.destinations else None
 
-    def moved(self, tensors: dict[str, Tensor]) -> Decode:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Decode:
         arrays: dict[str, Any] = {name: tensors.get(buffer) for name, buffer in _ARRAYS.items()}
-        return Decode(tensors["q"], tensors["k"], tensors["v"], self.asked._replace(out=None, **arrays))
+        return Decode(tensors["q"], tensors["k"], tensors["v"], self.options._replace(out=None, **arrays))
 
     def placed(self, on_host: bool) -> Decode:
         q, k, v = (self.tensors[name] for name in "qkv")
-        options, index = self.asked, q.get_device()
+        options, index = self.options, q.get_device()
         given = [x for x in (options.context_lens, options.block_tables, options.cu_seqlens_q) if x is not None]
         if any(x.dtype is not torch.int32 or (x.get_device() != index and not on_host) for x in given):
             options = self._converted() if on_host else self._brought()
         if not on_host and options.cu_seqlens_q is not None and options.max_seqlen_q is None:
             at = options.cu_seqlens_q
             options = options._replace(max_seqlen_q=int(at.diff().max()) if len(at) > 1 else None)
-        return self if options is self.asked else Decode(q, k, v, options, self.quick)
+        return self if options is self.options else Decode(q, k, v, options, self.repeat_key)
 
     def _converted(self) -> DecodeOptions:
-        """The options with indices as int32."""
-        options = self.asked
+        options = self.options
         return options._replace(**{name: integers(self.op, name, x) for name, x in options.indices().items()})
 
     def _brought(self) -> DecodeOptions:
@@ -190,31 +189,22 @@ class Decode(Call):
         return check
 
 
-def decode_call(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, quick: Hashable | None = None) -> Decode:
-    """A call with options by their values; other arrays than tensors are refused."""
-    if quick is None:
+def decode_call(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, key: Hashable | None = None) -> Decode:
+    """A call with plain values for options; refuses arrays that are not tensors."""
+    if key is None:
         options = options._replace(**by_value(options.op, options))
         for name, x in {"k": k, "v": v, **options.arrays()}.items():
             require_tensor(x, name, options.op)
         for name, x in options.indices().items():
             if not isinstance(x, Tensor):
                 integers(options.op, name, x)  # refuses it
-    return Decode(q, k, v, options, quick)
+    return Decode(q, k, v, options, key)
 
 
 def check_decode(op: str, q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> None:
-    """Raise what is wrong with a call, in the name of ``op``, without making it."""
+    """Check a call without computing it; errors name ``op``."""
     indices = {name: integers(op, name, x) for name, x in options.indices().items()} if q.is_cpu else {}
     Decode(q, k, v, options._replace(**indices)).problem(view_on_host if q.is_cpu else view_on_device, op)
-
-
-def no_gradient(op: str) -> AuleError:
-    """The error for tensors that need a gradient."""
-    return AuleError(
-        "AULE_ERROR_NO_GRADIENT",
-        f"[{op}] expected tensors that need no gradient, got requires_grad=True; call it under "
-        "torch.no_grad(), or use aule.flash_attention, which has gradients",
-    )
 
 
 def _lifted(view: TensorView, form: str) -> TensorView:

@@ -1,9 +1,8 @@
 """Entry of calls on torch tensors. Imported only when torch is loaded already.
 
-A call that computes at once becomes a `Call`, which the route of its first tensor computes (`route`); calls that need
-gradients go through `autograd` first, and calls like an earlier one are launched at once (`repeated`). Where PyTorch
-traces, transforms or intercepts operators, the call becomes an operator of `compile`, which comes to the same routes
-when it runs.
+Calls like an earlier one are launched at once (`repeated`). Other calls become a `Call`, which the route of the first
+tensor computes (`route`); if a gradient is needed, `autograd` comes first. Where PyTorch traces, transforms or
+intercepts operators, the call becomes an operator of `compile`, which takes the same routes when it runs.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from aule.errors import BackendUnavailableError, InvalidDtypeError
 from aule.frontends.torch import decode as decoding
 from aule.frontends.torch import passes, row_ops
 from aule.frontends.torch import route as routes
-from aule.frontends.torch.attention import Forward, quick
+from aule.frontends.torch.attention import Forward, repeat_key
 from aule.frontends.torch.autograd import attention, varlen
 from aule.frontends.torch.autograd import row_ops as row_gradients
-from aule.frontends.torch.checks import NAMES, require_tensor
+from aule.frontends.torch.checks import NAMES, no_gradient, require_tensor
 from aule.frontends.torch.modes import (
     any_autocast,
     autocast,
@@ -36,7 +35,7 @@ from aule.frontends.torch.modes import (
     transform,
     transformed,
 )
-from aule.frontends.torch.repeated import again
+from aule.frontends.torch.repeated import repeat
 from aule.frontends.torch.seeds import seed_on
 from aule.frontends.torch.varlen import packed_call
 from aule.ops.attention.precision import checked_precision
@@ -61,20 +60,19 @@ def accepts(array: object) -> bool:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> WithLse:
     """Attention on torch tensors.
 
-    PyTorch must see an operator where the elements are not simply in memory, or something watches the call: inside
-    dispatch modes (which include the fake tensors of graph tracing), functorch transforms and forward-mode
-    differentiation, and for subclasses with ``__torch_dispatch__``. An operator costs far more than the questions,
-    which are therefore asked on every call, in line.
+    The call must be an operator inside dispatch modes (which include the fake tensors of graph tracing), functorch
+    transforms and forward-mode differentiation, and for subclasses with ``__torch_dispatch__``. An operator takes far
+    longer than these checks, which are made in line because every call pays for them.
     """
     if read_by_dynamo():
         from aule.frontends.torch.compile import dynamo  # imports the compiler
 
         return dynamo.flash_attention(q, k, v, *options)
     if options.deterministic is False or options.deterministic is True:  # 1 is refused, and would be found as True
-        found = again(options, (q, k, v)) if options.mask is None and options.out is None else None
+        found = repeat(options, (q, k, v)) if options.mask is None and options.out is None else None
         if found is None:
-            key, tensors = quick(q, k, v, options)
-            found = None if key is options else again(key, tensors)  # the options themselves were tried already
+            key, tensors = repeat_key(q, k, v, options)
+            found = None if key is options else repeat(key, tensors)  # the options themselves were tried already
         if found is not None:
             return _with_lse(found, True) if options.return_lse else found[0]
     if (
@@ -102,7 +100,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     if not where.in_place and q.is_meta and getattr(k, "is_meta", False) and getattr(v, "is_meta", False):
         return _attention_operator(q, k, v, options)
     call = Forward(q, k, v, options)
-    return _with_lse(where.compute(call), call.asked.return_lse)
+    return _with_lse(where.compute(call), call.options.return_lse)
 
 
 def _with_lse(found: tuple[Tensor | None, ...], return_lse: bool) -> WithLse:
@@ -123,8 +121,8 @@ def _attention_operator(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptio
 def _completed(op: str, q: Tensor, options: AttentionOptions) -> AttentionOptions:
     """The options, checked, with a seed on the device of ``q`` if weights are dropped.
 
-    A seed that is not given is drawn there from PyTorch's generator, which `torch.manual_seed` sets. Nothing waits for
-    the device, and a CUDA graph can hold it; a compiled graph draws anew each time, since this is traced.
+    A seed that is not given is drawn there from PyTorch's generator (see `seeds`). A compiled graph draws a new one
+    each time, since this function is traced.
     """
     exactly = checked_deterministic(op, options.deterministic)
     checked_precision(op, options.precision)
@@ -162,16 +160,17 @@ def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> WithLse:
         from aule.frontends.torch.compile import dynamo
 
         return dynamo.decode(q, k, v, options)
-    known = decoding.quick(q, k, v, options)
+    known = decoding.repeat_key(q, k, v, options)
     if known is not None:
-        found = again(*known)
+        found = repeat(*known)
         if found is not None:
             return _with_lse(found, options.return_lse)
     if grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
-        raise decoding.no_gradient(options.op)
+        remedy = "call it under torch.no_grad(), or use aule.flash_attention, which has gradients"
+        raise no_gradient(None, remedy, options.op)
     try:
         call = decoding.decode_call(q, k, v, options, None if known is None else known[0])
-        return _with_lse(routes.route(q, options.backend).compute(call), call.asked.return_lse)
+        return _with_lse(routes.route(q, options.backend).compute(call), call.options.return_lse)
     except RuntimeError:  # asked only when it matters
         given = (q, k, v, *options.arrays().values(), *options.indices().values())
         refuse_transforms(options.op, given, "call it outside of them, on all that is mapped at once")
@@ -184,17 +183,17 @@ merge_states = decoding.merge_states
 # -- row operations ----------------------------------------------------------------------------------------------------
 
 
-def fused(
+def row_op(
     name: str, tensors: tuple[Tensor | None, ...], options: tuple[object, ...], backend: str | None
 ) -> Tensor | tuple[Tensor | None, ...]:
     """A row operation on torch tensors; ``tensors`` and ``options`` in the order of its spec."""
     if read_by_dynamo():
         from aule.frontends.torch.compile import dynamo
 
-        return dynamo.fused(name, tensors, options, backend)
+        return dynamo.row_op(name, tensors, options, backend)
     spec = CATALOGUE[name]
     options = row_ops.by_value(spec, options)
-    found = again(*row_ops.quick_key(spec, tensors, options, backend, spec.outputs))
+    found = repeat(*row_ops.repeat_key(spec, tensors, options, backend, spec.outputs))
     if found is not None:
         return row_gradients.seen(spec, found)
     if spec.seed is not None:
@@ -234,9 +233,9 @@ def _under_autocast(
 ) -> tuple[tuple[Tensor | None, ...], tuple[object, ...]]:
     """Apply autocast to a call, if it is on for the tensors' device.
 
-    Weights of float32 take the dtype of rows that have autocast's. Rows of float32 stay as they are: rounded before
-    they are normalised, they would lose what a large mean leaves of them. Losses have 32 bits, like PyTorch's own,
-    since gradients are scaled up by the loss.
+    If rows have autocast's dtype, float32 weights are converted to it. float32 rows stay as they are: with a large
+    mean, rounding before normalisation would lose their digits. Losses are float32, like PyTorch's own, because
+    gradients are scaled by them.
     """
     x = tensors[0]
     assert x is not None

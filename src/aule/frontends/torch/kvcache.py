@@ -1,9 +1,10 @@
-"""Caches of keys and values in torch tensors: new rows are written, and pages copied, where the cache lies."""
+"""Caches of keys and values in torch tensors: writes new rows and copies pages in place."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -18,18 +19,17 @@ from aule.engine.run import prepare as prepare_plan
 from aule.errors import AuleError, BackendUnavailableError
 from aule.frontends.torch import route
 from aule.frontends.torch.calls import Bound, Call, Results
-from aule.frontends.torch.checks import require_tensor
+from aule.frontends.torch.checks import no_gradient, require_tensor
 from aule.frontends.torch.devices.base import Route
-from aule.frontends.torch.views import ViewOf, alignment, view_on_host
+from aule.frontends.torch.views import DTYPES, ViewOf, alignment, view_on_host
 from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.ops.kvcache.problem import AppendProblem, append_problem
+from aule.ops.shared.plan import Plan
 from aule.runtime.base import Device
+from aule.target import Target
 
-_DTYPES = {
-    "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "e4m3": torch.float8_e4m3fn,
-}  # fmt: skip
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Types by whose bits NumPy can view any tensor."""
+"""Integer types of each size, by which NumPy views the bits of any tensor."""
 
 
 def accepts(array: object) -> bool:
@@ -48,9 +48,9 @@ def empty(shape: tuple[int, ...], dtype: str, device: str | torch.device) -> Ten
             "NumPy arrays",
         ) from error
     try:
-        made = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
+        made = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU raises only this
-        raise no_memory(math.prod(shape) * _DTYPES[dtype].itemsize, str(device), error) from error
+        raise no_memory(math.prod(shape) * DTYPES[dtype].itemsize, str(device), error) from error
     _served("KVCache", made)
     return made
 
@@ -61,7 +61,7 @@ def new(tensor: Tensor) -> Tensor:
 
 
 def integers(array: npt.NDArray[np.int32], device: torch.device) -> Tensor:
-    """Integers made on the host, where the cache is; not to be written to."""
+    """Copy host integers to the device of the cache; the result must not be written to."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
@@ -70,10 +70,7 @@ def write(op: str, arrays: Mapping[str, Tensor], *, interleaved: bool = False, b
     for name, tensor in arrays.items():
         require_tensor(tensor, name, op, "k")
     if torch.is_grad_enabled() and any(arrays[name].requires_grad for name in "kv" if name in arrays):
-        raise AuleError(
-            "AULE_ERROR_NO_GRADIENT",
-            f"[{op}] expected tensors that need no gradient, got requires_grad=True; call it under torch.no_grad()",
-        )
+        raise no_gradient(None, "call it under torch.no_grad()", op)
     _served(op, arrays["k"]).compute(_Append(op, arrays, interleaved, backend))
 
 
@@ -84,7 +81,7 @@ def copy_pages(arrays: Mapping[str, Tensor], pairs: npt.NDArray[np.int32], *, ba
 
 
 def _served(op: str, tensor: Tensor) -> Route:
-    """The route of a cache, which must be written to where it lies."""
+    """The route of a cache, which must be one that writes in place."""
     found = route.home(tensor)
     if not found.in_place:
         raise AuleError(
@@ -98,30 +95,38 @@ def _served(op: str, tensor: Tensor) -> Route:
 class _Write(Call):
     """A call without results, which writes to its operands.
 
-    The backend is chosen for caches in host memory alone; others are written to by the device that has them.
+    The caller's backend counts only for caches in host memory; others are written by their own device.
     """
 
     __slots__ = ("writer",)
 
     def __init__(
-        self, op: str, tensors: Mapping[str, Tensor], options: tuple[object, ...], backend: str | None
+        self, op: str, tensors: Mapping[str, Tensor], option_key: tuple[Hashable, ...], backend: str | None
     ) -> None:
-        self.op, self.tensors, self.options, self.writer = op, dict(tensors), options, backend
-        self.given, self.results, self.quick, self.backend = {}, (), None, None
+        self.op, self.tensors, self.option_key, self.writer = op, dict(tensors), option_key, backend
+        self.destinations, self.results, self.repeat_key, self.backend = {}, (), None, None
 
     def host_device(self, foreign: bool) -> Device | None:
         return writer(self.writer)
 
+    @abstractmethod
+    def plan(self, bound: Bound, target: Target, alignments: dict[str, int]) -> Plan:
+        """The launches; ``alignments`` are bytes that divide the address of each tensor."""
+
+    def prepare(
+        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
+    ) -> PreparedCall:
+        alignments = {name: view.alignment for name, view in bound.views.items()}
+        return prepare_plan(self.plan(bound, device.target, alignments), device, memory=memory)
+
     def has_signature(self) -> bool:
         return False
 
-    def moved(self, tensors: dict[str, Tensor]) -> Call:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Call:
         raise AssertionError("a cache is written where it lies")
 
 
 class _Append(_Write):
-    """New rows for caches."""
-
     __slots__ = ("interleaved",)
 
     def __init__(self, op: str, arrays: Mapping[str, Tensor], interleaved: bool, backend: str | None) -> None:
@@ -132,12 +137,9 @@ class _Append(_Write):
         views = {name: view(tensor, name, self.op, "k") for name, tensor in self.tensors.items()}
         return Bound(append_problem(self.op, views, interleaved=self.interleaved), views, ())
 
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
+    def plan(self, bound: Bound, target: Target, alignments: dict[str, int]) -> Plan:
         assert isinstance(bound.problem, AppendProblem)
-        starts = {name: view.alignment for name, view in bound.views.items()}
-        return prepare_plan(plan_append(bound.problem, bound.views, device.target, starts), device, memory=memory)
+        return plan_append(bound.problem, bound.views, target, alignments)
 
     def through_host(self, device: Device | None) -> Results:
         bound = self.bind(view_on_host)
@@ -147,8 +149,6 @@ class _Append(_Write):
 
 
 class _Copy(_Write):
-    """Pages to be copied, with their numbers in ``pairs``."""
-
     __slots__ = ("pairs",)
 
     def __init__(self, flat: Mapping[str, Tensor], pairs: npt.NDArray[np.int32], backend: str | None) -> None:
@@ -156,9 +156,8 @@ class _Copy(_Write):
         self.pairs = pairs
 
     def placed(self, on_host: bool) -> Call:
-        if on_host:
-            return self
-        self.tensors = {**self.tensors, "pairs": integers(self.pairs, self.first.device)}
+        if not on_host:
+            self.tensors["pairs"] = integers(self.pairs, self.first.device)
         return self
 
     def bind(self, view: ViewOf) -> Bound:
@@ -166,11 +165,8 @@ class _Copy(_Write):
         views = {name: replace(words(x), alignment=alignment(x.data_ptr())) for name, x in flat.items()}
         return Bound(len(self.pairs), views, ())
 
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
-        starts = {name: view.alignment for name, view in bound.views.items()}
-        return prepare_plan(plan_copy(len(self.pairs), bound.views, device.target, starts), device, memory=memory)
+    def plan(self, bound: Bound, target: Target, alignments: dict[str, int]) -> Plan:
+        return plan_copy(len(self.pairs), bound.views, target, alignments)
 
     def through_host(self, device: Device | None) -> Results:
         bits = {name: tensor.view(_BITS[tensor.itemsize]).numpy() for name, tensor in self.tensors.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aule.errors import AuleError
 
-# Names of this module, since these are asked on every call: an attribute look-up takes as long as the answer.
+# Bound to names of this module because every call uses them: an attribute look-up takes as long as the function.
 read_by_dynamo = torch.compiler.is_dynamo_compiling  # only while Dynamo reads this code, not while a graph is traced
 dispatch_modes = torch._C._len_torch_dispatch_stack
 transform = torch._C._functorch.peek_interpreter_stack
@@ -29,7 +29,7 @@ def dispatches(x: object) -> bool:
 
 
 def wrapped(x: Tensor) -> bool:
-    """Whether a tensor stands for others that are in memory.
+    """Whether a tensor is a wrapper of functorch or vmap around the tensors in memory.
 
     Such tensors exist inside functorch transforms, and outlive them when the function of ``torch.func.vjp`` is called,
     or under autograd's ``is_grads_batched``.
@@ -43,7 +43,7 @@ def transformed() -> bool:
 
 
 def needs_operator(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether PyTorch must see an operator: elements are not simply in memory, or something watches the call."""
+    """Whether the call must be an operator: a mode or transform is active, or a tensor is wrapped or has no memory."""
     return bool(
         dispatch_modes()
         or transform() is not None
@@ -54,7 +54,7 @@ def needs_operator(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def refuse_transforms(op: str, tensors: Iterable[object], remedy: str) -> None:
-    """Refuse tensors whose elements are not simply in memory, for functions without an operator."""
+    """Refuse transforms, and tensors that only an operator could handle, for functions that have none."""
     got = None
     if transform() is not None:
         got = "a functorch transform"
@@ -72,7 +72,7 @@ def refuse_transforms(op: str, tensors: Iterable[object], remedy: str) -> None:
 
 
 def refuse_tracing(op: str = "flash_attention") -> None:
-    """Refuse TorchScript's tracing. Asked for new signatures only: while tracing, every signature is new."""
+    """Refuse TorchScript's tracing. Checked for new signatures only: while tracing, every signature is new."""
     if torch._C._get_tracing_state() is not None:
         raise AuleError(
             "AULE_ERROR_UNSUPPORTED",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aule.frontends.torch import repeated, route
-from aule.frontends.torch.attention import Backward, Forward, Saved, quick
+from aule.frontends.torch.attention import Backward, Forward, Saved, repeat_key
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.devices.base import copied_back
 from aule.frontends.torch.modes import wrapped
@@ -26,10 +26,10 @@ def forward_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp in the type computed in, both fresh and contiguous, for `gradients`.
 
-    If there is only NumPy, which has no gradients, ``training`` refuses.
+    With ``training``, a machine that has only NumPy is refused, since NumPy has no gradients.
     """
-    key, tensors = quick(q, k, v, options, training)
-    found = repeated.again(key, tensors)
+    key, tensors = repeat_key(q, k, v, options, training)
+    found = repeated.repeat(key, tensors)
     if found is None:
         options = options._replace(return_lse=True, out=None)
         found = route.route(q, options.backend).compute(Forward(q, k, v, options, training, key))
@@ -57,7 +57,7 @@ def gradients(saved: Saved, options: AttentionOptions, wanted: Sequence[bool]) -
     # mapped call may have expanded.
     saved = saved._replace(dout=saved.dout.resolve_neg(), lse=saved.lse.contiguous())
     call = Backward(saved, options, scores)
-    found = None if call.quick is None else repeated.again(call.quick, list(call.tensors.values()))
+    found = None if call.repeat_key is None else repeated.repeat(call.repeat_key, list(call.tensors.values()))
     dq, dk, dv, *rest = found or route.route(saved.q, options.backend).compute(call)
     ds = rest[0] if rest else None
     added: list[Tensor | None] = []
@@ -82,5 +82,5 @@ def compute(spec: OpSpec, tensors: Tensors, options: Options, backend: str | Non
     where = route.route(call.first, backend)
     if True in [x.is_neg() for x in call.tensors.values()]:  # memory holds the numbers that PyTorch negates
         resolved = {name: x.resolve_neg() for name, x in call.tensors.items()}
-        return copied_back(call, where.compute(call.moved(resolved)))
+        return copied_back(call, where.compute(call.with_tensors(resolved)))
     return where.compute(call)

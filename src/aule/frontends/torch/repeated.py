@@ -1,11 +1,11 @@
-"""Repeated calls: from one look-up and one question to PyTorch to the launches.
+"""Repeated calls: one look-up and one comparison in C++, then the launches.
 
-Asking in Python about every tensor of a call, and about the state PyTorch is in, takes longer than the launch. PyTorch
-has one function in C++ that compares it all with an earlier call, by which compiled code decides whether it may run
-again: type, dtype, device, shape, strides, need of a gradient, and every transform, autocast or mode that wants to see
-operators. The function is private to PyTorch, so it is tried before it is used; without it calls take the longer way.
+Checking every tensor and PyTorch's state in Python takes longer than the launch. The guards of PyTorch's compiler
+compare all of it with an earlier call in one C++ function: type, dtype, device, shape, strides, requires_grad, and
+every transform, autocast or mode that handles operators. They are private to PyTorch, so `reliable` tests them first;
+without them no call is repeated.
 
-Attention, decoding and row operations come here first, with the same key under which their route remembered a call.
+Attention, decoding and row operations come here first, with the key under which their route remembered a call.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
 _forward_ad = torch.autograd.forward_ad
 _chosen = settings.backend
-_PATIENCE = 8
-"""Other calls with the same key and shapes until the last of them is remembered: preparing one takes long."""
+_MISSES_BEFORE_REPLACEMENT = 8
+"""Misses of a remembered call before another call with its key and shapes replaces it: preparing one takes long."""
 
 _calls = Signatures()
 """Repeated calls by key and shapes."""
@@ -51,7 +51,7 @@ class _Group:
         self.last = last
 
     def other(self, key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
-        """The results of a call like another than the last one."""
+        """The results of a call like a remembered one other than the last."""
         try:
             found: Repeated | None = _calls.get(_with_shapes(key, tensors))
         except (TypeError, ValueError, RuntimeError):  # sizes that are unknown, or of a nested tensor
@@ -63,58 +63,50 @@ class _Group:
 
 
 class Repeated(ABC):
-    """A call with everything fixed but memory and stream, for tensors like those of an earlier one.
+    """A call with everything fixed but memory and stream.
 
-    Parameters
-    ----------
-    call : Call
-        The earlier call.
-    ready : Ready
-        Its launches.
-    tensors : sequence of Tensor
-        All its tensors.
+    Its parameters are an earlier call, the launches of that call and all its tensors.
     """
 
     __slots__ = (
-        "_check", "_count", "_differentiable", "_launch", "_made", "_outputs", "_overlap", "_places", "_same", "others",
+        "_check", "_count", "_differentiable", "_in_order", "_launch", "_outputs", "_overlap", "_results", "_same",
+        "_sources", "misses",
     )  # fmt: skip
 
     def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
         assert ready.launch is not None
         self._launch, self._check, self._overlap = ready.launch.start, ready.check, ready.overlap
-        self._places, self._count, self.others = ready.places, len(call.tensors), 0
+        self._in_order, self._results = ready.places is None, ready.results
+        self._count, self.misses = len(call.tensors), 0
         self._same = same_as(*tensors)
         self._differentiable = any(x.requires_grad for x in tensors)
         self._outputs = [(x.shape, x.strides, x.dtype) for x in ready.outputs]
-        self._made: list[tuple[int | None, float | None]] | None = None
-        if call.given or any(x.fill is not None for x in ready.outputs):
+        # For each output the number of the caller's tensor that it goes to, or None, and the value that fills it first.
+        self._sources: list[tuple[int | None, float | None]] | None = None
+        if call.destinations or any(x.fill is not None for x in ready.outputs):
             places = {id(x): i for i, x in enumerate(tensors)}
-            given = (call.given.get(x.name) for x in ready.outputs)
+            given = (call.destinations.get(x.name) for x in ready.outputs)
             homes = [None if x is None else places[id(x)] for x in given]
-            self._made = [(home, x.fill) for home, x in zip(homes, ready.outputs, strict=True)]
+            self._sources = [(home, x.fill) for home, x in zip(homes, ready.outputs, strict=True)]
 
     @abstractmethod
     def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
-        """The results, or None for another kind of call: nothing was done then.
+        """The results; None, without side effects, if the call differs from the earlier one.
 
-        Forward differentiation, and gradients of tensors that were given without them, are not seen by PyTorch's
-        function; `again` has asked for dispatch modes.
+        PyTorch's guards do not see forward-mode differentiation, or gradients that were off in the earlier call;
+        `repeat` has excluded dispatch modes.
         """
 
-    def _in_place(self, tensors: Sequence[Tensor], empty: Callable[..., Tensor]) -> list[Tensor]:
-        """Results some of which are in the caller's memory, or have a value before the launches."""
-        assert self._made is not None
+    def _result_memory(self, tensors: Sequence[Tensor], empty: Callable[..., Tensor]) -> list[Tensor]:
+        """Memory of the results, if some is the caller's or must be filled before the launches."""
+        assert self._sources is not None
         made = []
-        for (home, fill), output in zip(self._made, self._outputs, strict=True):
+        for (home, fill), output in zip(self._sources, self._outputs, strict=True):
             if home is not None:
                 made.append(written(tensors[home]))
             else:
                 made.append(empty(*output) if fill is None else empty(*output).fill_(fill))
         return made
-
-    def _returned(self, made: list[Tensor]) -> Results:
-        assert self._places is not None
-        return tuple([None if i is None else made[i] for i in self._places])
 
 
 class OnHost(Repeated):
@@ -128,7 +120,6 @@ class OnHost(Repeated):
 
     @staticmethod
     def possible(tensors: Sequence[Tensor]) -> bool:
-        """Whether such a call can be repeated."""
         return _empty_cpu is not None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
@@ -143,14 +134,14 @@ class OnHost(Repeated):
             return None
         if self._check is not None:
             self._check(tensors)
-        self.others = 0
-        if self._made is None:
+        self.misses = 0
+        if self._sources is None:
             made = [_empty_cpu(*output) for output in self._outputs]
         else:
-            made = self._in_place(tensors, _empty_cpu)
+            made = self._result_memory(tensors, _empty_cpu)
             tensors = tensors[: self._count]
         self._launch([x.data_ptr() for x in (*tensors, *made)], None)
-        return tuple(made) if self._places is None else self._returned(made)
+        return tuple(made) if self._in_order else self._results(made)
 
 
 class OnCuda(Repeated):
@@ -165,7 +156,6 @@ class OnCuda(Repeated):
 
     @staticmethod
     def possible(tensors: Sequence[Tensor]) -> bool:
-        """Whether such a call can be repeated."""
         there = _empty_cuda is not None and _current_device is not None and _raw_stream is not None
         return there and not reduce(or_, [x.data_ptr() for x in tensors]) & 15
 
@@ -181,20 +171,20 @@ class OnCuda(Repeated):
         memory = [x.data_ptr() for x in tensors]
         if reduce(or_, memory) & 15 or not (self._alone or _current_device() == self._index):
             return None
-        self.others = 0
-        if self._made is None:
+        self.misses = 0
+        if self._sources is None:
             made = [_empty_cuda(*output) for output in self._outputs]  # on the current device
         else:
-            made = self._in_place(tensors, _empty_cuda)
+            made = self._result_memory(tensors, _empty_cuda)
             del memory[self._count :]
         for x in made:
             memory.append(x.data_ptr())
         self._launch(memory, _raw_stream(self._index))
-        return tuple(made) if self._places is None else self._returned(made)
+        return tuple(made) if self._in_order else self._results(made)
 
 
 class PlainOnCuda(OnCuda):
-    """A repeated call with three operands and one result, like most of attention: the same without loops."""
+    """A repeated call with three operands and one result, as most calls of attention, without loops."""
 
     __slots__ = ()
 
@@ -202,7 +192,7 @@ class PlainOnCuda(OnCuda):
         q, k, v = tensors
         try:
             nested = q.is_nested or k.is_nested or v.is_nested
-        except AttributeError:  # no tensor
+        except AttributeError:  # not a tensor
             return None
         if (
             nested
@@ -214,14 +204,14 @@ class PlainOnCuda(OnCuda):
         memory = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (memory[0] | memory[1] | memory[2]) & 15 or not (self._alone or _current_device() == self._index):
             return None
-        self.others = 0
+        self.misses = 0
         out = _empty_cuda(*self._outputs[0])
         self._launch((*memory, out.data_ptr()), _raw_stream(self._index))
         return (out,)
 
 
 def _nested(tensors: Sequence[Tensor]) -> bool:
-    """Whether a tensor is nested, for which PyTorch's function would end the process, or none at all."""
+    """Whether an argument is a nested tensor, for which PyTorch's guards would end the process, or no tensor."""
     try:
         for x in tensors:
             if x.is_nested:
@@ -231,13 +221,13 @@ def _nested(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
-def again(key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
-    """The results of a call like a remembered one; None for any other: nothing was done then."""
+def repeat(key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
+    """The results of a call like a remembered one; None, without side effects, for any other."""
     if _dispatch_modes():  # sizes may be unknown
         return None
     try:
         group: _Group | None = _groups.get(key)
-    except TypeError:  # no key; the longer way says what is wrong
+    except TypeError:  # not hashable; the check of the call says what is wrong
         return None
     if group is None:
         return None
@@ -247,16 +237,17 @@ def again(key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
 
 def remember(kind: type[OnHost | OnCuda], call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
     """Remember a call, unless another with its key and shapes is repeated more often."""
-    key = _with_shapes(call.quick, tensors)
+    key = _with_shapes(call.repeat_key, tensors)
     found: Repeated | None = _calls.get(key)
-    if found is not None and found.others < _PATIENCE:
-        found.others += 1
+    if found is not None and found.misses < _MISSES_BEFORE_REPLACEMENT:
+        found.misses += 1
         return
     if kind.possible(tensors) and reliable():
-        if kind is OnCuda and len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1 and not call.given:
+        plain = len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1 and not call.destinations
+        if plain and kind is OnCuda:
             kind = PlainOnCuda
         made = _calls.put(key, kind(call, ready, tensors), ready.device)
-        _groups.put(call.quick, _Group(made), ready.device)
+        _groups.put(call.repeat_key, _Group(made), ready.device)
 
 
 def _with_shapes(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
@@ -264,18 +255,18 @@ def _with_shapes(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
 
 
 def forget() -> None:
-    """Let all calls be new ones."""
+    """Forget all remembered calls."""
     _calls.clear()
     _groups.clear()
 
 
-# -- PyTorch's function ------------------------------------------------------------------------------------------------
+# -- PyTorch's guards --------------------------------------------------------------------------------------------------
 
 
 def same_as(*tensors: Tensor) -> Callable[..., bool]:
-    """PyTorch's check whether other tensors, and the state PyTorch is in, are like these and the present state."""
+    """A function that compares other tensors and PyTorch's state with these tensors and the present state."""
     first = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
-    if len(first) < len(tensors):  # PyTorch's function refuses to look at a tensor twice
+    if len(first) < len(tensors):  # PyTorch's guards refuse a tensor that is given twice
         firsts = [first[id(x)] for x in tensors]
         distinct = same_as(*(x for i, x in enumerate(tensors) if firsts[i] == i))
 
@@ -291,10 +282,10 @@ def same_as(*tensors: Tensor) -> Callable[..., bool]:
 
 @cache
 def reliable() -> bool:
-    """Whether PyTorch's check tells apart what it has to."""
+    """Whether PyTorch's guards distinguish all that matters here."""
     x = torch.empty(2, 3, device="cpu")  # PyTorch's default device may be another
-    y, turned = torch.empty_like(x), x.new_empty(3, 2).T
-    others = [x[:1], x[None], turned, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
+    y, transposed = torch.empty_like(x), x.new_empty(3, 2).T
+    others = [x[:1], x[None], transposed, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
     others += [x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False)]
     try:
         same = same_as(x, y)
@@ -303,6 +294,6 @@ def reliable() -> bool:
             told = told and not same(x.clone(), y)
         with torch.autocast("cpu", torch.bfloat16):
             told = told and not same(x, y)
-    except Exception:  # another signature, or none at all: there is the longer way
+    except Exception:  # the guards have another signature, or are missing
         return False
     return told

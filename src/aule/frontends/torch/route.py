@@ -1,4 +1,4 @@
-"""Which route a call takes: the one place that decides between CUDA, the host, Apple's GPUs and staging.
+"""Chooses the route of a call: CUDA, the host, Apple's GPUs, or copies through the host.
 
 To add a device, write a `Route` in ``devices/`` and give `ROUTES` a line.
 """
@@ -30,7 +30,7 @@ MPS = mps.Mps(STAGED)
 
 
 class _Gpu(NamedTuple):
-    """Tensors of a type of device that a backend serves in place, where it is available."""
+    """The route of tensors of one device type, the backend that computes them, and whether it is available."""
 
     kind: str
     backend: str
@@ -46,7 +46,7 @@ ROUTES = (
 
 
 def _gpu(tensor: Tensor) -> _Gpu | None:
-    kind = "cuda" if tensor.is_cuda else tensor.device.type  # to ask for the type takes long
+    kind = "cuda" if tensor.is_cuda else tensor.device.type  # device.type is slow
     for gpu in ROUTES:
         if gpu.kind == kind and gpu.available():
             return gpu

@@ -25,7 +25,7 @@ from aule.runtime.base import Device
 Tensors = Sequence[Tensor | None]
 Options = tuple[object, ...]
 _PLAIN = frozenset((float, int, bool, str, type(None)))
-"""Types of options that are keys by value."""
+"""Types of options whose hash is that of their value."""
 
 
 class RowOp(Call):
@@ -41,31 +41,31 @@ class RowOp(Call):
         Results to compute.
     """
 
-    __slots__ = ("spec", "values", "wanted")
+    __slots__ = ("options", "spec", "wanted")
 
     def __init__(
         self, spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]
     ) -> None:
-        self.op, self.spec, self.values, self.wanted = spec.name, spec, options, wanted
+        self.op, self.spec, self.options, self.wanted = spec.name, spec, options, wanted
         self.tensors = {x.name: y for x, y in zip(spec.operands, tensors, strict=True) if y is not None}
         where = place(spec, options)
-        self.given = {} if where is None else {spec.outputs[0]: self.tensors[spec.operands[where].name]}
+        self.destinations = {} if where is None else {spec.outputs[0]: self.tensors[spec.operands[where].name]}
         self.backend, self.results = backend, spec.results
-        self.options = (spec.name, wanted, options)
-        self.quick = quick_key(spec, tensors, options, backend, wanted)[0]
+        self.option_key = (spec.name, wanted, options)
+        self.repeat_key = repeat_key(spec, tensors, options, backend, wanted)[0]
 
     def _call(self, view: ViewOf) -> ops.Call:
         refuse_tracing(self.op)
         first = self.spec.operands[0].name
         views = {name: view(x, name, self.op, first) for name, x in self.tensors.items()}
-        return self.spec.call(views, named_options(self.spec, self.values), self.wanted)
+        return self.spec.call(views, named_options(self.spec, self.options), self.wanted)
 
     def bind(self, view: ViewOf) -> Bound:
         try:
-            hash(self.values)
+            hash(self.options)
         except TypeError:
             self._call(view)  # refuses most such options by their names
-            raise not_plain(self.op, self.values) from None
+            raise not_plain(self.op, self.options) from None
         call = self._call(view)
         outputs = [Output(name, DTYPES[x.dtype], x.shape, x.strides) for name, x in call.outputs.items()]
         return Bound(call.problem, dict(call.views) | result_views(call), tuple(outputs))
@@ -83,8 +83,8 @@ class RowOp(Call):
         arrays = on_host(self.spec, call, device)
         found: dict[str, Tensor] = {}
         for name, result in call.outputs.items():
-            if name in self.given:
-                found[name] = written(self.given[name])
+            if name in self.destinations:
+                found[name] = written(self.destinations[name])
                 continue
             x = torch.from_numpy(arrays[name]).view(DTYPES[result.dtype])
             if result.strides not in (None, x.stride()):
@@ -95,8 +95,8 @@ class RowOp(Call):
     def all_tensors(self) -> list[Tensor]:
         return list(self.tensors.values())  # a result in place is an operand
 
-    def moved(self, tensors: dict[str, Tensor]) -> RowOp:
-        values = not_in_place(self.spec, self.values) if self.given else self.values
+    def with_tensors(self, tensors: dict[str, Tensor]) -> RowOp:
+        values = not_in_place(self.spec, self.options) if self.destinations else self.options
         return RowOp(self.spec, [tensors.get(x.name) for x in self.spec.operands], values, self.backend, self.wanted)
 
     def contents_check(self, problem: Hashable) -> ContentsCheck | None:
@@ -104,16 +104,18 @@ class RowOp(Call):
         if spec.check is None:
             return None
         found = spec.check
-        whole = [(i, name) for i, (name, x) in enumerate(self.tensors.items()) if not x.is_floating_point()]
+        integer_operands = [(i, name) for i, (name, x) in enumerate(self.tensors.items()) if not x.is_floating_point()]
 
         def check(tensors: Sequence[Tensor]) -> None:
-            arrays = {name: host_array(tensors[i], dtype_name(tensors[i], name, spec.name)) for i, name in whole}
+            arrays = {
+                name: host_array(tensors[i], dtype_name(tensors[i], name, spec.name)) for i, name in integer_operands
+            }
             found(spec.name, problem, arrays)
 
         return check
 
 
-def quick_key(
+def repeat_key(
     spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]
 ) -> tuple[Hashable, list[Tensor]]:
     """Key and tensors under which a call may be repeated."""
@@ -146,9 +148,9 @@ def named_options(spec: OpSpec, options: Options) -> dict[str, object]:
 
 
 def by_value(spec: OpSpec, options: Options) -> Options:
-    """Options with tensors and arrays as the numbers and flags that they hold now, since calls are known by them.
+    """The options with tensors and arrays replaced by their present values, since they are part of keys.
 
-    Other objects stay as they are, for the check of the op to refuse.
+    Other objects stay as they are; the op's check refuses them.
     """
     if _PLAIN.issuperset(map(type, options)):
         return options

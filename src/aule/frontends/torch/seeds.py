@@ -1,10 +1,9 @@
 """Seeds of dropout on the devices of PyTorch's tensors.
 
-A seed that is not given is drawn where it is used, from PyTorch's generator of the device, which `torch.manual_seed`
-sets: nothing waits for the device, and a CUDA graph that has captured the drawing draws anew in each replay. Drawing is
-a launch of its own, so in a capture the first call draws seeds for later calls on the same stream as well. Outside of a
-capture it must not: setting the generator back, as checkpointing does, must give the same seed again. In a capture
-PyTorch refuses that.
+A seed that is not given is drawn on the device from PyTorch's generator, which `torch.manual_seed` sets. Nothing waits
+for the device, and a captured CUDA graph draws a new seed in each replay. Drawing is a launch of its own, so the first
+call of a capture also draws the seeds of later calls on its stream. Outside of a capture each call draws its own:
+checkpointing sets the generator back and must get the same seed, which PyTorch refuses in a capture.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _AT_ONCE = 64
 """Seeds that one launch draws."""
 
 _drawn = Signatures(16)
-"""Seeds that are left, by device, stream and capture. They lie in memory of the graph, which draws them anew in each
-replay. Forgetting them is harmless: whoever has one of them holds their memory."""
+"""Unused seeds by device, stream and capture, in the graph's memory. Dropping them is harmless: each seed keeps that
+memory alive."""
 
 
 def seed_on(number: int | None, device: torch.device) -> Tensor:
@@ -39,7 +38,7 @@ def seed_on(number: int | None, device: torch.device) -> Tensor:
 
 
 def _captured(device: torch.device) -> Tensor | None:
-    """The next seed of the capture that the device's current stream takes part in; None outside of one."""
+    """The next seed of the capture on the device's current stream; None outside of one."""
     watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
     if watched or not torch.cuda.is_current_stream_capturing():
         return None
@@ -53,8 +52,7 @@ def _captured(device: torch.device) -> Tensor | None:
     left: Iterator[Tensor] = _drawn.get(key) or iter(())
     found = next(left, None)
     if found is None:
-        # Two numbers for each, of which one counts: 16 bytes apart they are all aligned alike, so that one prepared
-        # launch serves for all.
+        # Two numbers per seed, of which one is used: all seeds are then 16-byte aligned and share a prepared launch.
         both = torch.randint(2**63 - 1, (_AT_ONCE, 2), dtype=torch.int64, device=device)
         found = next(_drawn.put(key, iter(both.view(torch.int32)[:, :2].unbind()), ours))
     return found

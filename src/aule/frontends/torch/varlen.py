@@ -4,33 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from aule.engine.attention import (
-    attention_views,
-    backward_on_host,
-    forward_on_host,
-    host_device,
-    prepare_backward,
-    prepare_forward,
-)
-from aule.engine.memory import MemorySource
-from aule.engine.run import PreparedCall
 from aule.errors import DeviceMismatchError
 from aule.frontends.torch import attention
-from aule.frontends.torch.attention import ARRAYS, Saved, aligned_among, on_copies, operands
-from aule.frontends.torch.calls import Bound, Call, Output, Overlap, Results
-from aule.frontends.torch.checks import NAMES, checked_out, integers, keyed, require_plain, require_same_device
-from aule.frontends.torch.modes import refuse_tracing
-from aule.frontends.torch.views import ViewOf, fresh_view, lies_over, tensor_like, view_on_host, work_dtype, written
+from aule.frontends.torch.attention import AttentionCall, Saved, operands, options_with_tensors, saved_of
+from aule.frontends.torch.calls import Call, Output
+from aule.frontends.torch.checks import integers, keyed, require_plain, require_same_device
+from aule.frontends.torch.views import Array, ViewOf, tensor_like
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import OP, heads_first, varlen_problem
 from aule.options import AttentionOptions
-from aule.runtime.base import Device
 
 
 class Packed:
@@ -81,141 +68,77 @@ def _offsets(name: str, offsets: object, q: Tensor) -> Tensor:
     return found
 
 
-class _PackedCall(Call):
-    """Operands and problem of both passes."""
-
-    __slots__ = ("longest", "packed")
+class _PackedCall(AttentionCall):
+    """What both passes share: rows ``[rows, heads, dim]``, and a problem that depends on the offsets."""
 
     packed: Packed
     longest: tuple[int | None, int | None]
+    inputs = AttentionCall.inputs | {"cu_q": "cu_q", "cu_k": "cu_k"}
+    lift = staticmethod(heads_first)
 
-    def _fill(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> None:
-        self.op, self.packed, self.backend, self.quick = OP, packed, packed.options.backend, None
-        self.tensors = operands(q, k, v, packed.options) | {"cu_q": packed.cu_q, "cu_k": packed.cu_k}
+    def _fill(self, packed: Packed, options: AttentionOptions, tensors: dict[str, Tensor]) -> None:
+        self.op, self.packed, self.options, self.backend, self.repeat_key = OP, packed, options, options.backend, None
+        self.tensors = tensors | {"cu_q": packed.cu_q, "cu_k": packed.cu_k}
         self.longest = packed.max_q, packed.max_k
+        self.option_key = (type(self), *options.plain().values())
 
-    def _problem(self, view: ViewOf, return_lse: bool, deterministic: bool) -> tuple[AttentionProblem, Operands]:
-        refuse_tracing(OP)
-        given = self.tensors
-        names = {"q": "q", "k": "k", "v": "v", "cu_q": "cu_q", "cu_k": "cu_k"} | ARRAYS
-        views: dict[str, Any] = {name: view(given[at], name, OP, "q") for name, at in names.items() if at in given}
-        plain = self.packed.options.plain() | {"return_lse": return_lse, "deterministic": deterministic}
-        return varlen_problem(**views, max_q=self.longest[0], max_k=self.longest[1], **plain)
+    def problem(self, view: ViewOf) -> tuple[AttentionProblem, Operands]:
+        max_q, max_k = self.longest
+        return varlen_problem(**self.views(view), max_q=max_q, max_k=max_k, **self.options.plain())
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> Packed:
         packed = self.packed
-        options = on_copies(packed.options, tensors)
+        options = options_with_tensors(packed.options, tensors)
         return Packed(tensors["cu_q"], tensors["cu_k"], packed.max_q, packed.max_k, options)
 
     def placed(self, on_host: bool) -> Call:
         if not on_host:
             self.longest = self.packed.longest
-            self.options = (*self.options, *self.longest)
+            self.option_key = (*self.option_key, *self.longest)
         return self
 
     def has_signature(self) -> bool:
         return False  # the problem depends on what the offsets hold
 
 
-class Forward(_PackedCall):
+class Forward(_PackedCall, attention.Forward):
     """Attention; its results are the output and, where it is wanted, the log-sum-exp in the type computed in."""
 
-    __slots__ = ("lse", "training")
+    unwritten_rows = True  # those that belong to no sequence
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, training: bool) -> None:
-        self._fill(q, k, v, packed)
         options = packed.options
-        self.training, self.lse = training, training or options.return_lse
-        self.given = {} if options.out is None else {"o": options.out}
-        self.options = ("packed attention", *options.plain().values(), self.lse)
-        self.results = ("o", "lse")[: 1 + self.lse]
+        options = options._replace(return_lse=training or options.return_lse)
+        self._fill(packed, options, operands(q, k, v, options))
+        self.training = training or None
+        self.destinations = {} if options.out is None else {"o": options.out}
+        self.results = ("o", "lse")[: 1 + options.return_lse]
 
-    def bind(self, view: ViewOf) -> Bound:
-        problem, found = self._problem(view, self.lse, self.packed.options.deterministic)
-        _, heads, rows, dim = problem.out_shape
-        q = self.tensors["q"]
-        out = fresh_view(problem.dtype, (rows, heads, dim))
-        if self.given:
-            out = view(checked_out(self.given["o"], (rows, heads, dim), q, OP), "out", OP, "q")
-        # No kernel writes rows that belong to no sequence.
-        outputs = [Output("o", q.dtype, (rows, heads, dim), fill=0.0)]
-        if self.lse:
-            outputs.append(Output("lse", work_dtype(q), (heads, rows), fill=-torch.inf, empty=-torch.inf))
-        return Bound(problem, attention_views(found, heads_first(out)), tuple(outputs))
+    def result_shapes(self, found: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        _, heads, rows, dim = found.out_shape
+        return (rows, heads, dim), (heads, rows)
 
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
-        problem = cast(AttentionProblem, bound.problem)
-        return prepare_forward(problem, dict(bound.views), device, aligned_among(aligned), memory)
-
-    def host_device(self, foreign: bool) -> Device | None:
-        q = self.tensors["q"]
-        if self.training:
-            return attention.gradient_device(q, self.backend, True, False)
-        return host_device(NAMES.get(q.dtype, ""), self.backend)
-
-    def through_host(self, device: Device | None) -> Results:
-        problem, found = self._problem(view_on_host, self.lse, self.packed.options.deterministic)
-        _, heads, rows, dim = problem.out_shape
-        q, out = self.tensors["q"], self.given.get("o")
-        out = q.new_empty((rows, heads, dim)) if out is None else written(checked_out(out, (rows, heads, dim), q, OP))
-        target = heads_first(view_on_host(out, "out", OP)).storage
-        _, lse = forward_on_host(problem, found, device, target, exact_lse=True)
-        return (out,) if lse is None else (out, torch.from_numpy(lse[0]))
-
-    def overlap(self, on_host: bool) -> Overlap | None:
-        return lies_over if self.given else None
-
-    def moved(self, tensors: dict[str, Tensor]) -> Forward:
-        return Forward(tensors["q"], tensors["k"], tensors["v"], self._copied(tensors), self.training)
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Forward:
+        return Forward(tensors["q"], tensors["k"], tensors["v"], self._copied(tensors), bool(self.training))
 
 
-class Backward(_PackedCall):
+class Backward(_PackedCall, attention.Backward):
     """Gradients of q, k and v."""
 
-    __slots__ = ("deterministic",)
-
     def __init__(self, saved: Saved, packed: Packed) -> None:
-        self._fill(saved.q, saved.k, saved.v, packed)
-        self.tensors |= {"o": saved.out, "lse": saved.lse, "do": saved.dout}
-        self.given = {}
         # PyTorch may have been told to be deterministic since the forward pass.
-        self.deterministic = packed.options.deterministic or torch.are_deterministic_algorithms_enabled()
-        self.options = ("packed attention gradients", *packed.options.plain().values(), self.deterministic)
-        self.results = ("dq", "dk", "dv")
+        deterministic = packed.options.deterministic or torch.are_deterministic_algorithms_enabled()
+        options = packed.options._replace(return_lse=True, deterministic=deterministic)
+        self._fill(packed, options, self.inputs_of(saved, options))
+        self.scores, self.destinations, self.results = False, {}, ("dq", "dk", "dv")
 
-    def bind(self, view: ViewOf) -> Bound:
-        problem, found = self._problem(view, True, self.deterministic)
-        results = {name: heads_first(view(self.tensors[name], name, OP, "q")) for name in ("o", "do")}
-        views = attention_views(found, results["o"]) | {"do": results["do"]}
-        outputs = []
-        for name in ("dq", "dk", "dv"):
-            like = self.tensors[name[1:]]
-            rows, heads, dim = like.shape
-            views[name] = fresh_view(problem.dtype, (1, heads, rows, dim))
-            # In the order of kernels, [heads, rows, dim], seen as [rows, heads, dim].
-            outputs.append(Output(name, like.dtype, (rows, heads, dim), (dim, rows * dim, 1), fill=0.0))
-        return Bound(problem, views, tuple(outputs))
+    def gradient_output(self, name: str, like: Tensor) -> Output:
+        rows, heads, dim = like.shape
+        # In the order of kernels, [heads, rows, dim], seen as [rows, heads, dim].
+        return Output(name, like.dtype, (rows, heads, dim), (dim, rows * dim, 1), fill=0.0)
 
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
-        problem = cast(AttentionProblem, bound.problem)
-        return prepare_backward(problem, dict(bound.views), device, aligned_among(aligned), memory)
+    def gradient_tensor(self, grad: Array, like: Tensor) -> Tensor:
+        return tensor_like(grad[0], like.transpose(0, 1)).transpose(0, 1)
 
-    def host_device(self, foreign: bool) -> Device | None:
-        return attention.gradient_device(self.tensors["q"], self.backend, True, False)
-
-    def through_host(self, device: Device | None) -> Results:
-        assert device is not None  # NumPy is refused by `gradient_device`
-        problem, found = self._problem(view_on_host, True, self.deterministic)
-        out, dout = (heads_first(view_on_host(self.tensors[name], name, OP)) for name in ("o", "do"))
-        lse = self.tensors["lse"].numpy()[None]
-        grads = backward_on_host(problem, found, device, out.storage, lse, dout)
-        made = zip(grads, (self.tensors[name].transpose(0, 1)[None] for name in "qkv"), strict=True)
-        return tuple(tensor_like(grad, like)[0].transpose(0, 1) for grad, like in made)
-
-    def moved(self, tensors: dict[str, Tensor]) -> Backward:
-        saved = Saved(*(tensors[name] for name in ("q", "k", "v", "o", "lse", "do")))
-        return Backward(saved, self._copied(tensors))
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Backward:
+        return Backward(saved_of(tensors), self._copied(tensors))

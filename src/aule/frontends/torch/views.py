@@ -1,4 +1,4 @@
-"""Memory of tensors: views of it, what identifies a layout, overlaps, and fresh tensors."""
+"""Memory of tensors: views, keys of layouts, overlaps, and fresh tensors."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class _Memory:
 def host_array(tensor: Tensor, dtype: str) -> Array:
     """The memory of a CPU tensor as a NumPy array of stored elements.
 
-    ``Tensor.numpy`` would leave the tensor with a storage that can never be resized, as FSDP does with parameters
-    between their uses.
+    ``Tensor.numpy`` would make the storage impossible to resize, as FSDP does with parameters between their uses.
     """
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), _STORED[dtype])
@@ -77,7 +76,7 @@ def view_on_device(tensor: Tensor, name: str, op: str = "flash_attention", like:
 
 
 def alignment(address: int) -> int:
-    """Bytes that divide an address; 16 is as many as matter."""
+    """The alignment of an address in bytes, at most 16."""
     return (address | 16) & -(address | 16)
 
 
@@ -104,7 +103,7 @@ def aligned(tensors: dict[str, Tensor]) -> dict[str, bool]:
 
 
 def device_layouts(tensors: Iterable[object]) -> Hashable:
-    """Everything that plans and checks depend on for tensors on a device: layout, dtype, device and alignment."""
+    """A key of all that plans and checks depend on, for tensors on a device."""
     return tuple(
         [
             (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.is_neg())
@@ -116,7 +115,7 @@ def device_layouts(tensors: Iterable[object]) -> Hashable:
 
 
 def host_layouts(tensors: Iterable[object]) -> Hashable:
-    """Everything that plans and checks depend on for CPU tensors."""
+    """A key of all that plans and checks depend on, for CPU tensors."""
     return tuple(
         [
             (x.shape, x.stride(), x.dtype, x.is_cpu, x.is_neg()) if isinstance(x, Tensor) else type(x)

@@ -23,7 +23,7 @@ def _norm(name: str, center: bool, residual: bool, eps: float) -> OpSpec:
         bind=partial(bind_norm, center=center),
         plan=plan_norm,
         compute=norm,
-        kept=tuple(operand.name for operand in statistics),
+        saved_outputs=tuple(operand.name for operand in statistics),
     )
     return forward.with_gradient(
         (Operand("dy"), *saved, *vectors, *statistics),

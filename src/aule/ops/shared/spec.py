@@ -22,12 +22,12 @@ class Operand:
     Attributes
     ----------
     spares : str or None
-        In a gradient: this operand is a result of the op and spares a CPU the work of the named operand. It is kept if
+        In a gradient: this operand is a result of the op and spares a CPU the work of the named operand. It is saved if
         that operand is given and memory is the host's; on a device, reading it would cost more than it saves.
     small : bool
-        An operand with ``spares`` that has only some numbers for each row, and is kept for GPUs as well.
+        An operand with ``spares`` that has only some numbers for each row, and is saved for GPUs as well.
     stands_for : str or None
-        A result that CPUs keep instead of the named operand and all other results, for rows of bf16, which they are
+        A result that CPUs save instead of the named operand and all other results, for rows of bf16, which they are
         slow to read once there are many.
     """
 
@@ -95,9 +95,9 @@ class OpSpec:
     ----------
     outputs : tuple of str
         Callers may want only some outputs of a gradient.
-    kept : tuple of str
-        Further outputs, made for the gradient alone if it gains by them: no caller sees them, and the gradient's
-        operands of these names are optional.
+    saved_outputs : tuple of str
+        Further outputs that are computed only to be saved for the gradient, where that makes it faster. Callers do not
+        see them, and the gradient's operands of these names are optional.
     bind : callable
         ``bind(op, views, options, wanted) -> Call`` checks a call. ``views`` holds the operands that were given,
         ``wanted`` the names of the outputs to compute.
@@ -128,7 +128,7 @@ class OpSpec:
     products: bool = False
     gradient: OpSpec | None = None
     gradients: Mapping[str, str] | None = None
-    kept: tuple[str, ...] = ()
+    saved_outputs: tuple[str, ...] = ()
 
     def with_gradient(
         self,
@@ -140,14 +140,14 @@ class OpSpec:
         """This op with a gradient that has these operands, and the values of ``gradients`` as outputs; ``changes`` are
         other fields in which it differs from this op."""
         outputs = tuple(dict.fromkeys(gradients.values()))
-        common = replace(self, name=f"{self.name}_backward", check=None, kept=())
+        common = replace(self, name=f"{self.name}_backward", check=None, saved_outputs=())
         gradient = replace(common, operands=operands, outputs=outputs, compute=compute, **changes)
         return replace(self, gradient=gradient, gradients=gradients)
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Names of all outputs, kept ones included."""
-        return (*self.outputs, *self.kept)
+        """Names of all outputs, those saved for the gradient included."""
+        return (*self.outputs, *self.saved_outputs)
 
     @property
     def seed(self) -> int | None:

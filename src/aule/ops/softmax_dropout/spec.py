@@ -22,5 +22,5 @@ SOFTMAX_DROPOUT = OpSpec(
     bind=bind_softmax,
     plan=plan_softmax,
     compute=softmax,
-    kept=("statistics", "weights"),
+    saved_outputs=("statistics", "weights"),
 ).with_gradient((Operand("dy"), *_OPERANDS, *_SAVED), softmax_gradient, {"x": "dx"})

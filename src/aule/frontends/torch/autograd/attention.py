@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aule.frontends.torch.attention import Saved
-from aule.frontends.torch.autograd.once import once
+from aule.frontends.torch.autograd.second_derivative import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import keyed, no_gradient, require_tensor
 from aule.frontends.torch.passes import forward_with_lse, gradients
@@ -19,7 +19,7 @@ CONSTANT = ("alibi_slopes", "rope_cos", "rope_sin")
 
 
 def needs_gradient(q: Tensor, k: object, v: object, options: AttentionOptions) -> bool:
-    """Whether a tensor of a call needs a gradient. Asked on every call: a loop over all would cost too much."""
+    """Whether a tensor of a call needs a gradient. Written out because every call pays for it."""
     if q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False):
         return True
     mask, bias, slopes, sinks, out = options.mask, options.bias, options.alibi_slopes, options.sinks, options.out
@@ -30,7 +30,7 @@ def needs_gradient(q: Tensor, k: object, v: object, options: AttentionOptions) -
 
 
 def check_gradients(q: Tensor, k: object, v: object, options: AttentionOptions) -> None:
-    """Refuse tensors that need a gradient and have none."""
+    """Refuse tensors that require a gradient but cannot get one."""
     for name in (*CONSTANT, "out"):
         if getattr(getattr(options, name), "requires_grad", False):
             raise no_gradient(name, f"detach {name}, which has no gradient here")
@@ -50,8 +50,6 @@ def with_gradient(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Attention with its gradient."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
@@ -74,4 +72,4 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks, rope_cos=cos, rope_sin=sin, seed=seed)
         with torch.no_grad():
             found = gradients(Saved(q, k, v, out, lse, dout), options, ctx.needs_input_grad[3:6])
-        return (*once(found, dout, *saved), None)
+        return (*refuse_second(found, dout, *saved), None)

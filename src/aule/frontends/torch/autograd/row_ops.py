@@ -1,4 +1,4 @@
-"""Row operations that can be differentiated, and what they save for it."""
+"""Row operations with gradients, and the tensors that they save for them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from aule.errors import AuleError, InvalidArgumentError
 from aule.frontends.torch import passes, repeated, route
-from aule.frontends.torch.autograd.once import once
+from aule.frontends.torch.autograd.second_derivative import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import no_forward_mode
-from aule.frontends.torch.compile.vmap import one_by_one
+from aule.frontends.torch.compile.vmap import row_op_one_by_one
 from aule.frontends.torch.modes import grad_enabled, needs_operator
-from aule.frontends.torch.row_ops import Options, Tensors, place, quick_key
+from aule.frontends.torch.row_ops import Options, Tensors, place, repeat_key
 from aule.ops.shared.spec import OpSpec
 
 Compute = Callable[[OpSpec, Tensors, Options, "str | None", tuple[str, ...]], Results]
 
 
 def seen(spec: OpSpec, found: Results) -> Tensor | Results:
-    """The results of an op that its caller sees."""
+    """The results of an op that its caller gets: without those saved for the gradient."""
     return found[0] if len(spec.outputs) == 1 else found[: len(spec.outputs)]
 
 
@@ -37,7 +37,7 @@ def with_gradient(spec: OpSpec, tensors: Tensors, options: Options, backend: str
 
 
 def _require_no_leaf(spec: OpSpec, number: int, x: Tensor | None) -> None:
-    """Refuse to write over tensors that autograd cannot go back from; autograd itself would notice too late."""
+    """Refuse to overwrite a leaf or a view of one; autograd itself would notice only after the kernel has run."""
     if x is None or not x.requires_grad:
         return
     got = None
@@ -55,11 +55,11 @@ def _require_no_leaf(spec: OpSpec, number: int, x: Tensor | None) -> None:
 
 
 class _RowOp(torch.autograd.Function):  # type: ignore[misc]
-    """An op with its gradient. Its inputs are the spec, the options, the backend and the tensors."""
+    """An op with its gradient; its inputs are the spec, the options, the backend and the tensors."""
 
     @staticmethod
     def forward(spec: OpSpec, options: Options, backend: str | None, *tensors: Tensor | None) -> Tensor | Results:
-        found = _run(spec, tensors, options, backend, (*spec.outputs, *_kept(spec, tensors, backend)))
+        found = _run(spec, tensors, options, backend, (*spec.outputs, *_outputs_to_save(spec, tensors, backend)))
         found = tuple(x for x in found if x is not None)
         return found[0] if len(found) == 1 else found
 
@@ -71,31 +71,29 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
         where = place(spec, ctx.options)
         if where is not None:
             ctx.mark_dirty(tensors[where])
-        kept: tuple[str, ...] = ()
+        hidden: tuple[str, ...] = ()
         if isinstance(output, tuple) and len(output) > len(spec.outputs):
             ctx.mark_non_differentiable(*output[len(spec.outputs) :])
-            kept = _kept(spec, tensors, ctx.backend)
-        ctx.save_for_backward(*saved(spec, tensors, output, kept))
+            hidden = _outputs_to_save(spec, tensors, ctx.backend)
+        ctx.save_for_backward(*saved(spec, tensors, output, hidden))
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> Results:
         spec: OpSpec = ctx.spec
         inputs = ctx.saved_tensors
         known = spec, douts[: len(spec.outputs)], inputs, ctx.options, ctx.backend, ctx.needs_input_grad[3:], _run
-        if not grad_enabled():  # as always, unless somebody wants second derivatives
+        if not grad_enabled():  # unless second derivatives are wanted
             return (None, None, None, *gradients(*known))
         with torch.no_grad():
             found = gradients(*known)
-        return (None, None, None, *once(found, *douts, *inputs, op=spec.name))
+        return (None, None, None, *refuse_second(found, *douts, *inputs, op=spec.name))
 
     @staticmethod
     def vmap(info: Any, dims: Any, spec: OpSpec, options: Options, backend: str | None, *tensors: Any) -> Any:
-        def call(*mapped: Tensor | None) -> Results:
-            found = with_gradient(spec, mapped, options, backend)
-            return found if isinstance(found, tuple) else (found,)
+        def call(*mapped: Tensor | None) -> Tensor | Results:
+            return with_gradient(spec, mapped, options, backend)
 
-        found, out_dims = one_by_one(call, info.batch_size, dims[3:], tensors)
-        return (found, out_dims) if len(found) > 1 else (found[0], out_dims[0])
+        return row_op_one_by_one(call, info, dims[3:], tensors)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -103,8 +101,8 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _run(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]) -> Results:
-    """A spec's results, by its operator where a transform is still under way."""
-    found = repeated.again(*quick_key(spec, tensors, options, backend, wanted))
+    """A spec's results; by its operator inside a transform."""
+    found = repeated.repeat(*repeat_key(spec, tensors, options, backend, wanted))
     if found is not None:
         return found
     if not needs_operator(tensors):
@@ -114,7 +112,7 @@ def _run(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, 
     return row_operators.run(spec, tensors, options, backend, wanted)
 
 
-# -- what is saved -----------------------------------------------------------------------------------------------------
+# -- saved tensors -----------------------------------------------------------------------------------------------------
 
 
 def required_gradient(spec: OpSpec) -> OpSpec:
@@ -130,34 +128,33 @@ def saved_names(spec: OpSpec) -> tuple[str, ...]:
     return tuple(operand.name for operand in required_gradient(spec).operands if operand.name not in theirs)
 
 
-def saved(spec: OpSpec, tensors: Tensors, output: Tensor | Results, kept: tuple[str, ...] = ()) -> list[Tensor | None]:
-    """Tensors for the gradient, in the order of `saved_names`; None for those that it does without.
+def saved(
+    spec: OpSpec, tensors: Tensors, output: Tensor | Results, hidden: tuple[str, ...] = ()
+) -> list[Tensor | None]:
+    """Tensors for the gradient, in the order of `saved_names`; None for those that it does not need.
 
-    Parameters
-    ----------
-    kept : tuple of str
-        Results at the end of ``output`` that callers do not see.
+    ``hidden`` names the results at the end of ``output`` that callers do not get.
     """
     known = dict(zip((operand.name for operand in spec.operands), tensors, strict=True))
     unused = _unused(spec, tensors)
-    known |= dict.fromkeys(spec.kept)
-    known |= dict(zip((*spec.outputs, *kept), output if isinstance(output, tuple) else (output,), strict=True))
+    known |= dict.fromkeys(spec.saved_outputs)
+    known |= dict(zip((*spec.outputs, *hidden), output if isinstance(output, tuple) else (output,), strict=True))
     for operand in required_gradient(spec).operands:
-        if operand.stands_for is not None and operand.name in kept:
+        if operand.stands_for is not None and operand.name in hidden:
             unused |= {name for name, _, _ in _sparing(spec)} - {operand.name}
             known[operand.stands_for] = known[operand.name]
     return [None if name in unused else known[name] for name in saved_names(spec)]
 
 
 def _unused(spec: OpSpec, tensors: Tensors) -> set[str]:
-    """Results of an op that would spare its gradient no work."""
+    """Results of an op that would save its gradient no work."""
     host = tensors[0] is not None and tensors[0].is_cpu
     return {name for name, number, small in _sparing(spec) if tensors[number] is None or not (host or small)}
 
 
 @cache
 def _sparing(spec: OpSpec) -> tuple[tuple[str, int, bool], ...]:
-    """Results that spare the gradient work: name, number of the operand whose work it is, and whether on GPUs, too."""
+    """Results that save the gradient the work of an operand: name, the operand's number, and whether on GPUs too."""
     numbers = {operand.name: i for i, operand in enumerate(spec.operands)}
     operands = required_gradient(spec).operands
     return tuple((x.name, numbers[x.spares], x.small) for x in operands if x.spares is not None)
@@ -165,23 +162,23 @@ def _sparing(spec: OpSpec) -> tuple[tuple[str, int, bool], ...]:
 
 @cache
 def _standing_in(spec: OpSpec) -> frozenset[str]:
-    """Results that stand for everything else that the gradient would need."""
+    """Results that replace an operand and all other saved results."""
     return frozenset(x.name for x in required_gradient(spec).operands if x.stands_for is not None)
 
 
-def _kept(spec: OpSpec, tensors: Tensors, backend: str | None) -> tuple[str, ...]:
-    """Results that a call makes for its gradient alone."""
+def _outputs_to_save(spec: OpSpec, tensors: Tensors, backend: str | None) -> tuple[str, ...]:
+    """Results that a call computes only for its gradient."""
     first = tensors[0]
-    if not spec.kept or first is None:
+    if not spec.saved_outputs or first is None:
         return ()
-    kind = route.route(first, backend).keeps(first, backend)
+    kind = route.route(first, backend).saves(first, backend)
     if kind == "nothing":
         return ()
     unused = _unused(spec, tensors)
     standing_in = _standing_in(spec) - unused
     if standing_in and kind == "one result":
         return tuple(standing_in)
-    return tuple(name for name in spec.kept if name not in unused | _standing_in(spec))
+    return tuple(name for name in spec.saved_outputs if name not in unused | _standing_in(spec))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -203,7 +200,7 @@ def gradients(
     known |= {f"d{name}": dout for name, dout in zip(spec.outputs, douts, strict=True)}
     for operand in gradient.operands:
         if known[operand.name] is None and not operand.optional:
-            like = next(x for x in known.values() if x is not None)  # an output that nobody used
+            like = next(x for x in known.values() if x is not None)  # for an output without a gradient
             known[operand.name] = torch.zeros_like(like)
     owned = [
         spec.gradients.get(operand.name) if need else None for operand, need in zip(spec.operands, needs, strict=True)

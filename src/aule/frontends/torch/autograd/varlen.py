@@ -10,7 +10,7 @@ from torch import Tensor
 from aule.frontends.torch import route
 from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.autograd.attention import CONSTANT, needs_gradient
-from aule.frontends.torch.autograd.once import once
+from aule.frontends.torch.autograd.second_derivative import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import no_gradient
 from aule.frontends.torch.modes import grad_enabled, refuse_transforms
@@ -23,7 +23,7 @@ REMEDY = "call flash_attention on each sequence"
 
 
 def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention on packed batches, differentiable where a tensor needs it; the call was checked."""
+    """Attention on packed batches, with gradients if a tensor needs one; `packed_call` has checked the call."""
     options = packed.options
     if grad_enabled() and needs_gradient(q, k, v, options):
         _check(q, options)
@@ -34,7 +34,7 @@ def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> T
 
 
 def _check(q: Tensor, options: AttentionOptions) -> None:
-    """Refuse tensors that need a gradient and have none."""
+    """Refuse tensors that require a gradient but cannot get one."""
     for name in (*CONSTANT, "out"):
         if getattr(getattr(options, name), "requires_grad", False) or (name == "out" and options.out is not None):
             raise no_gradient(f"{name}=", f"detach {name}, or leave it away", OP)
@@ -44,8 +44,6 @@ def _check(q: Tensor, options: AttentionOptions) -> None:
 
 
 class _Packed(torch.autograd.Function):  # type: ignore[misc]
-    """Attention on packed batches, with its gradient."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: Packed
@@ -69,6 +67,6 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
             grads = route.route(q, ctx.packed.options.backend).compute(Backward(saved, ctx.packed))
             of_sinks = None
             if ctx.needs_input_grad[3]:
-                turned = saved._replace(out=out.transpose(0, 1), dout=saved.dout.transpose(0, 1))
-                of_sinks = sink_gradient(turned, sinks)
-        return (*once((*grads, of_sinks), dout, *inputs), None)
+                heads_first = saved._replace(out=out.transpose(0, 1), dout=saved.dout.transpose(0, 1))
+                of_sinks = sink_gradient(heads_first, sinks)
+        return (*refuse_second((*grads, of_sinks), dout, *inputs), None)

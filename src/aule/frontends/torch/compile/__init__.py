@@ -1,1 +1,1 @@
-"""aule as operators of PyTorch, for tracing and transforms: Dynamo, export, vmap."""
+"""Operators of PyTorch that call aule, for tracing and transforms: Dynamo, export, vmap."""

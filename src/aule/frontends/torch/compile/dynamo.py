@@ -1,8 +1,7 @@
-"""Calls that PyTorch's compiler takes into its graphs as they are.
+"""Functions that PyTorch's compiler puts into its graphs without tracing into them.
 
-It would otherwise read the Python of a whole call, and fail on what is no part of a graph: errors, caches, locks. So it
-sees one function, which the later stages of compilation run with fake tensors and which becomes an operator of
-`aule.frontends.torch.compile` there. Imported only while compiling, since it imports the compiler.
+Tracing would fail on errors, caches and locks. Later stages of compilation run these functions with fake tensors, where
+they become operators of `aule.frontends.torch.compile`. Imported only while compiling, since it imports the compiler.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from aule.frontends.torch import entry
 from aule.frontends.torch.calls import Results
-from aule.frontends.torch.sdpa import sdpa
+from aule.frontends.torch.sdpa import functions as sdpa
 from aule.options import AttentionOptions
 
 
@@ -24,7 +23,6 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> entry.Wi
 
 
 def _scaled_dot_product_attention(*arguments: Any) -> Tensor:
-    """`aule.scaled_dot_product_attention`."""
     return sdpa.compute(*arguments)
 
 
@@ -33,19 +31,19 @@ def _installed(number: int, *arguments: Any) -> Tensor:
     return sdpa.serve(number, *arguments)
 
 
-def _fused(name: str, backend: str | None, tensors: int, *arguments: Any) -> Tensor | Results:
-    """A row operation of so many tensors."""
-    return entry.fused(name, arguments[:tensors], arguments[tensors:], backend)
+def _row_op(name: str, backend: str | None, tensors: int, *arguments: Any) -> Tensor | Results:
+    """A row operation; the first ``tensors`` of the arguments are its tensors."""
+    return entry.row_op(name, arguments[:tensors], arguments[tensors:], backend)
 
 
-_fused_in_graph = torch.compiler.allow_in_graph(_fused)
+_row_op_in_graph = torch.compiler.allow_in_graph(_row_op)
 
 
-def fused(
+def row_op(
     name: str, tensors: tuple[Tensor | None, ...], options: tuple[object, ...], backend: str | None
 ) -> Tensor | Results:
     """A row operation in a graph."""
-    return _fused_in_graph(name, backend, len(tensors), *tensors, *options)
+    return _row_op_in_graph(name, backend, len(tensors), *tensors, *options)
 
 
 flash_attention = torch.compiler.allow_in_graph(_flash_attention)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from aule.frontends.torch.attention import Saved
+from aule.frontends.torch.attention import ARRAYS, Saved
 from aule.frontends.torch.autograd.attention import CONSTANT, check_gradients
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import (
@@ -37,7 +37,7 @@ from aule.ops.attention.validate import Operands, attention_problem, window_side
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
-_ARRAYS = ("mask", "bias", "alibi_slopes", "sinks", "rope_cos", "rope_sin", "seed")
+_ARRAYS = tuple(ARRAYS)
 """Options that are tensors, in the order of the operators' arguments."""
 _PLAIN = {
     "causal": "bool",
@@ -63,17 +63,18 @@ Operator = Callable[..., tuple[Tensor, ...]]
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention as `aule.frontends.torch.entry.flash_attention` gives it, by the operator."""
+    """`aule.frontends.torch.entry.flash_attention` by the operator."""
     refuse_tracing()
-    for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
+    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
+    for name, tensor in tensors.items():
         require_tensor(tensor, name)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in _given(q, k, v, options)):
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*tensors.values(), options.out)):
         check_gradients(q, k, v, options)
     q, k, v = autocast(q, k, v)
     try:
         arguments = _arguments(options)
     except (TypeError, ValueError):
-        _checked(q, k, v, options)  # says it better
+        _checked(q, k, v, options)  # raises a better message
         raise
     if transformed():
         out, lse = _Attention.apply(q, k, v, *arguments)
@@ -82,10 +83,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     if options.out is not None:
         out = checked_out(options.out, tuple(out.shape), q).copy_(out)
     return (out, lse.to(torch.float32)) if options.return_lse else out
-
-
-def _given(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> list[Tensor]:
-    return [x for x in (q, k, v, options.out, *options.arrays().values()) if isinstance(x, Tensor)]
 
 
 def _arguments(options: AttentionOptions) -> list[Any]:
@@ -252,9 +249,9 @@ def _map_backward(call: Operator, info: Info, dims: Sequence[Dim], *arguments: A
 
 
 def _mapped(info: Info, dims: Sequence[Dim], arguments: Sequence[Any]) -> Mapped | None:
-    """How the call is folded into one batch; None when it cannot be.
+    """How the call is folded into one batch; None if a mapped tensor has no batch axis, or with dropout.
 
-    It cannot if a mapped tensor has no batch axis, or if weights are dropped: which ones depends on the batch number.
+    Which weights are dropped depends on the batch number.
     """
     mapped = Mapped(info.batch_size, arguments[0], dims[0])
     tensors = dict(zip(("q", "k", "v", *_ARRAYS), zip(arguments, dims, strict=True), strict=False))

@@ -16,7 +16,7 @@ from torch import Tensor
 from aule.frontends.torch.autograd.row_ops import gradients, saved
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import dtype_name, no_second_derivative
-from aule.frontends.torch.compile.vmap import Dim, Info, one_by_one
+from aule.frontends.torch.compile.vmap import Dim, Info, row_op_one_by_one
 from aule.frontends.torch.passes import compute
 from aule.frontends.torch.row_ops import Options, Tensors, named_options
 from aule.frontends.torch.views import DTYPES, fresh
@@ -31,7 +31,7 @@ def operator(spec: OpSpec) -> Callable[..., Any]:
 
 
 def run(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]) -> Results:
-    """`compute` by the operator."""
+    """`aule.frontends.torch.passes.compute` by the operator."""
     if spec.name in CATALOGUE:
         found = operator(spec)(*tensors, *options, backend)
         return found if isinstance(found, tuple) else (found,)
@@ -49,8 +49,6 @@ def _schema(spec: OpSpec, gradient: bool) -> str:
 
 
 class _Arguments:
-    """An operator's arguments, taken apart."""
-
     def __init__(self, spec: OpSpec, arguments: Sequence[Any], gradient: bool) -> None:
         count = len(spec.operands)
         self.tensors: Sequence[Any] = arguments[:count]
@@ -86,12 +84,7 @@ def _register(spec: OpSpec, gradient: bool) -> Any:
         return returned(found, first)
 
     def mapped(info: Info, dims: Sequence[Dim], *arguments: Any) -> Any:
-        def call(*given: Any) -> Results:
-            found = operator(spec)(*given)
-            return found if isinstance(found, tuple) else (found,)
-
-        found, out_dims = one_by_one(call, info.batch_size, dims, arguments)
-        return (found, out_dims) if len(found) > 1 else (found[0], out_dims[0])
+        return row_op_one_by_one(operator(spec), info, dims, arguments)
 
     made = torch.library.custom_op(f"aule::{spec.name}", real, mutates_args=(), schema=_schema(spec, gradient))
     made.register_fake(fake)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Dim = int | None
-"""Where a tensor is mapped; None if it is not, as for everything that is no tensor."""
+"""The mapped axis of a tensor; None if it has none, and for all other arguments."""
 
 
 class Info(Protocol):
@@ -56,16 +56,16 @@ class Mapped:
         return x.expand(self.size, self.batch, *x.shape[2:]).reshape(self.size * self.batch, *x.shape[2:])
 
     def fold_scores(self, x: Tensor, dim: Dim) -> Tensor:
-        """A mask or a bias; one that is broadcast over the batch stays so."""
+        """`fold` for a mask or a bias; one that is broadcast over the batch stays so."""
         lead = isinstance(dim, int) or x.shape[:-3].numel() > 1
         return self.fold(x, dim) if lead else x
 
     def fold_slopes(self, x: Tensor, dim: Dim) -> Tensor:
-        """Slopes of ALiBi, per head or per head and batch."""
+        """`fold` for ALiBi's slopes, per head or per batch and head."""
         return self.fold(x, dim, 2) if isinstance(dim, int) or x.dim() == 2 else x
 
     def fold_table(self, x: Tensor, dim: Dim) -> Tensor:
-        """Cosines or sines of positions, for all batches or for each."""
+        """`fold` for a table of cosines or sines, for all batches or per batch."""
         return self.fold(x, dim, 3) if isinstance(dim, int) or x.dim() == 3 else x
 
     def unfold(self, x: Tensor) -> Tensor:
@@ -76,10 +76,21 @@ class Mapped:
 def one_by_one(
     call: Callable[..., Sequence[Tensor | None]], size: int, dims: Sequence[Dim], arguments: Sequence[Any]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """A call for each element of the mapped axis; the results are stacked."""
+    """Call once per element of the mapped axis, and stack the results."""
     results = [
         call(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(arguments, dims, strict=True)))
         for i in range(size)
     ]
     stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
+
+
+def row_op_one_by_one(call: Callable[..., Any], info: Info, dims: Sequence[Dim], arguments: Sequence[Any]) -> Any:
+    """`one_by_one` for a function that returns a tensor or a tuple, in the form that PyTorch's vmap rules return."""
+
+    def results(*given: Any) -> tuple[Any, ...]:
+        found = call(*given)
+        return found if isinstance(found, tuple) else (found,)
+
+    found, out_dims = one_by_one(results, info.batch_size, dims, arguments)
+    return (found, out_dims) if len(found) > 1 else (found[0], out_dims[0])

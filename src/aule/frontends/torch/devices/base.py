@@ -17,32 +17,32 @@ from aule.frontends.torch.checks import checked_out
 from aule.frontends.torch.views import ViewOf, aligned, device_layouts, view_on_device, written
 from aule.runtime.base import Device
 
-Kept = Literal["nothing", "results", "one result"]
-"""Results that spare a gradient work, or one that stands for them all and for an operand."""
+Saving = Literal["nothing", "results", "one result"]
+"""What a row operation saves for its gradient: all outputs that make it faster, or one that replaces an operand."""
 
 
 class Route(ABC):
     """Computes calls on tensors of one kind of device. `aule.frontends.torch.route` chooses among routes.
 
-    The first call of a signature plans and builds; every further one goes from one look-up to the launches.
+    The first call of a signature plans and builds; later ones need one look-up before the launches.
     """
 
     in_place = True
-    """Whether tensors are computed on where they lie."""
+    """Whether kernels use the tensors' own memory."""
     packed_gradients = False
-    """Whether packed batches have gradients."""
+    """Whether gradients of packed batches are supported."""
 
     @abstractmethod
     def compute(self, call: Call) -> Results:
         """The results of a call, on the device of its tensors."""
 
-    def keeps(self, first: Tensor, backend: str | None) -> Kept:
-        """The results that a row operation on ``first`` keeps for its gradient alone."""
+    def saves(self, first: Tensor, backend: str | None) -> Saving:
+        """Which outputs a row operation on ``first`` saves for its gradient alone."""
         return "nothing"
 
 
 class Planned(Route):
-    """Tensors that aule's kernels compute on where they lie."""
+    """A route whose kernels use the tensors' own memory."""
 
     host_memory = False
     """Whether tensors are in host memory, where their contents can be checked."""
@@ -51,7 +51,7 @@ class Planned(Route):
 
     @abstractmethod
     def device(self, call: Call) -> Device:
-        """The device that computes a call; asked once per signature."""
+        """The device that computes a call; looked up once per signature."""
 
     @abstractmethod
     def memory(self, call: Call, device: Device) -> MemorySource | None:
@@ -62,7 +62,7 @@ class Planned(Route):
         """Start the launches of a call after PyTorch's work so far."""
 
     def remember(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
-        """Let calls like this one be repeated without coming here."""
+        """Let calls like this one be repeated by `repeated`, without this route."""
 
     def compute(self, call: Call) -> Results:
         return self.planned(call.placed(on_host=False), None)
@@ -71,7 +71,7 @@ class Planned(Route):
         """The results of a call, by kernels of ``device``; None for the one that `device` finds."""
         tensors = call.all_tensors()
         try:
-            key = device, call.options, call.backend, tuple(call.tensors), self.layouts(tensors)
+            key = device, call.option_key, call.backend, tuple(call.tensors), self.layouts(tensors)
             ready: Ready | None = signatures.get(key)
         except (TypeError, RuntimeError):  # an option that is no key, or a tensor without strides
             call.bind(self.view)  # says what is wrong
@@ -80,16 +80,16 @@ class Planned(Route):
             ready = self._prepared(call, device or self.device(call))
             signatures.put(key, ready, ready.device)
         if ready.overlap is not None and ready.overlap(tensors):
-            elsewhere = call.moved(call.tensors).placed(self.host_memory)
+            elsewhere = call.with_tensors(call.tensors).placed(self.host_memory)
             return copied_back(call, self.planned(elsewhere, device))
         if ready.check is not None:
             ready.check(tensors)
-        if call.quick is not None and ready.launch is not None:
+        if call.repeat_key is not None and ready.launch is not None:
             self.remember(call, ready, tensors)
         return self._run(call, ready, tensors[0].device)
 
     def _run(self, call: Call, ready: Ready, home: torch.device) -> Results:
-        given, made = call.given, []
+        given, made = call.destinations, []
         for name, dtype, shape, strides, fill, empty in ready.outputs:
             if name in given:
                 x = written(given[name])
@@ -106,10 +106,10 @@ class Planned(Route):
 
     def _prepared(self, call: Call, device: Device) -> Ready:
         bound = call.bind(self.view)
-        starts = aligned(call.tensors | call.given)
+        starts = aligned(call.tensors | call.destinations)
         prepared = call.prepare(bound, device, self.memory(call, device), starts)
         outputs = {output.name: i for i, output in enumerate(bound.outputs)}
-        launch = None if prepared is None or prepared.empty else prepared.bind((*call.tensors, *outputs))
+        launch = None if prepared.empty else prepared.bind((*call.tensors, *outputs))
         places = None if tuple(outputs) == call.results else [outputs.get(name) for name in call.results]
         check = call.contents_check(bound.problem) if self.host_memory else None
         overlap = call.overlap(self.host_memory)
@@ -117,16 +117,15 @@ class Planned(Route):
 
 
 def _laid_out(output: Output) -> Output:
-    """An output with strides."""
     return output._replace(strides=output.strides or torch.empty(output.shape, device="meta").stride())
 
 
 def copied_back(call: Call, found: Results) -> Results:
-    """Results that were computed elsewhere, in the caller's memory where the call has such."""
-    if not call.given:
+    """Results that were computed elsewhere, copied into the caller's memory if the call gives some."""
+    if not call.destinations:
         return found
     results = list(found)
     for i, (name, x) in enumerate(zip(call.results, found, strict=True)):
-        if x is not None and name in call.given:
-            results[i] = checked_out(call.given[name], tuple(x.shape), call.first, call.op).copy_(x)
+        if x is not None and name in call.destinations:
+            results[i] = checked_out(call.destinations[name], tuple(x.shape), call.first, call.op).copy_(x)
     return tuple(results)

@@ -14,13 +14,13 @@ from aule.engine.run import BoundCall
 from aule.errors import DeviceMismatchError
 from aule.frontends.torch import repeated
 from aule.frontends.torch.calls import Call, Ready
-from aule.frontends.torch.devices.base import Kept, Planned
+from aule.frontends.torch.devices.base import Planned, Saving
 from aule.frontends.torch.devices.scratch import StreamMemory
 from aule.runtime.base import Device
 from aule.runtime.cuda import CudaDevice
 
-_KEPT_FROM = 1 << 22
-"""Elements from which on a row operation keeps results for its gradient: another result costs PyTorch time, too."""
+_SAVE_FROM = 1 << 22
+"""Fewest elements for which a row operation saves outputs for its gradient; PyTorch takes time for each output."""
 
 
 def raw_stream(index: int) -> int:
@@ -54,5 +54,5 @@ class Cuda(Planned):
     def remember(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
         repeated.remember(repeated.OnCuda, call, ready, tensors)
 
-    def keeps(self, first: Tensor, backend: str | None) -> Kept:
-        return "results" if first.numel() >= _KEPT_FROM else "nothing"
+    def saves(self, first: Tensor, backend: str | None) -> Saving:
+        return "results" if first.numel() >= _SAVE_FROM else "nothing"

@@ -1,4 +1,4 @@
-"""CPU tensors: computed on where they lie by the CPU engine, or by views on NumPy or another device."""
+"""CPU tensors: in place by the CPU engine, or through views by NumPy or another device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from aule.engine.row_ops import host_device
 from aule.engine.run import BoundCall
 from aule.frontends.torch import repeated
 from aule.frontends.torch.calls import Call, Ready, Results
-from aule.frontends.torch.devices.base import Kept, Planned
+from aule.frontends.torch.devices.base import Planned, Saving
 from aule.frontends.torch.views import host_layouts, view_on_host
 from aule.runtime.base import Device
 
-_KEPT_FROM = 1 << 14
-"""Elements from which on a row operation keeps results for its gradient: another result costs PyTorch time, too."""
+_SAVE_FROM = 1 << 14
+"""Fewest elements for which a row operation saves outputs for its gradient; PyTorch takes time for each output."""
 
 
 class Host(Planned):
@@ -55,8 +55,8 @@ class Host(Planned):
     def remember(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
         repeated.remember(repeated.OnHost, call, ready, tensors)
 
-    def keeps(self, first: Tensor, backend: str | None) -> Kept:
-        device = host_device(backend) if first.numel() >= _KEPT_FROM else None
+    def saves(self, first: Tensor, backend: str | None) -> Saving:
+        device = host_device(backend) if first.numel() >= _SAVE_FROM else None
         if device is not None and device.target.backend == "cpu":
             return "one result" if first.dtype == torch.bfloat16 else "results"
         return "results" if device is not None and device.target.vulkan_on_nvidia else "nothing"

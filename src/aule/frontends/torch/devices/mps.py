@@ -1,4 +1,4 @@
-"""Tensors on Apple's GPUs: our MSL, which PyTorch compiles and launches among its own work.
+"""Tensors on Apple's GPUs: PyTorch compiles our MSL and launches it in order with its own work.
 
 ``torch.mps.compile_shader`` takes the source and gives kernels that are called with tensors, in the order of the
 kernel's buffer indices. The scalars follow in one block, as our MSL declares them, held by a small tensor.
@@ -91,7 +91,7 @@ def device_of(tensor: Tensor) -> MpsDevice:
 
 
 class MpsDevice:
-    """The part of a `Device` that the engine needs to build kernels. Memory and the order of work are PyTorch's."""
+    """The part of a `Device` that the engine needs to build kernels. PyTorch manages memory and the order of work."""
 
     closed = False
 
@@ -100,7 +100,6 @@ class MpsDevice:
         self.target = _target()
 
     def load(self, artifact: Artifact) -> Program:
-        """Have a kernel compiled."""
         try:
             kernel = getattr(torch.mps.compile_shader(artifact.text), artifact.entry)
         except (RuntimeError, SyntaxError) as error:
@@ -129,25 +128,21 @@ class MpsDevice:
             block = [torch.frombuffer(packed, dtype=torch.uint8).to(self.where, copy=True)]
         return _Launch(program.handle, block, grid, artifact.workgroup)
 
-    # The rest serves `aule.engine.probe`, which knows devices and no tensors.
+    # The rest serves `aule.engine.probe`, which allocates and copies by itself.
 
     def alloc(self, nbytes: int) -> Tensor:
-        """A tensor of so many bytes."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
 
     def free(self, allocation: Tensor) -> None:
         """Nothing to do: PyTorch frees a tensor when nobody holds it."""
 
     def upload(self, allocation: Tensor, data: npt.NDArray[Any]) -> None:
-        """Copy an array to a tensor."""
         allocation.copy_(torch.from_numpy(data.reshape(-1).view(np.uint8)))
 
     def download(self, allocation: Tensor, out: npt.NDArray[Any]) -> None:
-        """Copy a tensor to an array."""
         out.reshape(-1).view(np.uint8)[:] = allocation.cpu().numpy()
 
     def launch(self, program: Program, grid: tuple[int, int, int], tensors: Sequence[Tensor]) -> None:
-        """Start a kernel without scalars."""
         self.prepare(program, grid, tensors).launch(tensors)
 
 
@@ -159,7 +154,6 @@ class _Launch:
         self.group = [workgroup, 1, 1]
 
     def launch(self, tensors: Sequence[Tensor], stream: None = None) -> None:
-        """Start it, behind what PyTorch was asked for before."""
         self.kernel(*tensors, *self.block, threads=self.threads, group_size=self.group)
 
 

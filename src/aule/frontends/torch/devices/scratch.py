@@ -1,13 +1,13 @@
 """Workspace and scratch of CUDA devices out of PyTorch's memory.
 
-Launches find scratch zero and leave it zero. Calls on one stream are in order, so one piece of memory serves them all.
-Calls on two streams may run at the same time, so each stream has its own; a stream is known by its handle, as it is to
-PyTorch's own allocator.
+Launches find scratch zero and leave it zero. Calls on one stream run in order, so they share one allocation. Calls on
+two streams may run at the same time, so each stream has its own; streams are identified by their handles, as in
+PyTorch's allocator.
 
-A capture into a CUDA graph has its own as well, for each of its streams. It is made during the capture, so it lies in
-the graph's memory and its zeroing is a part of the graph. The graph can therefore run beside calls on the stream on
-which it was captured, and beside other graphs; beside itself CUDA never runs one. Forgetting a piece is harmless at
-any time: PyTorch gives memory that a stream has used to the same stream only, after the work that used it.
+A capture into a CUDA graph also has its own for each stream. It is allocated during the capture, so it lies in the
+graph's memory and the graph zeroes it. The graph can therefore run at the same time as calls on the captured stream and
+as other graphs; CUDA never runs a graph concurrently with itself. An allocation may be dropped at any time: PyTorch
+gives memory that a stream has used to the same stream only, after the work that used it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors on devices that aule does not drive in place (ROCm, XPU): through the host, and back.
 
-They are computed by the best device that aule has, which may be the very same GPU, driven through Vulkan or OpenCL, or
-else by the CPU engine. Slow but correct.
+The best device that aule has computes them: maybe the same GPU through Vulkan or OpenCL, else the CPU engine. Slow but
+correct.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ class Staged(Route):
     def compute(self, call: Call) -> Results:
         require_same_device(call.op, {name: x for name, x in call.tensors.items() if name not in call.indices})
         home = call.first.device
-        there = call.moved({name: x.cpu() for name, x in call.tensors.items()})
+        there = call.with_tensors({name: x.cpu() for name, x in call.tensors.items()})
         found = self._host.compute(there)
         return copied_back(call, tuple([None if x is None else x.to(home) for x in found]))

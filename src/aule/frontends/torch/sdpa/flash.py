@@ -3,8 +3,8 @@
 PyTorch decides which calls of ``scaled_dot_product_attention`` go to its flash kernel; once activated, that kernel on
 the CPU is aule's, forward and backward, also in compiled graphs. Calls that aule refuses go to PyTorch's kernel.
 
-Only the CPU's two operators are replaced. Those of CUDA pass a random generator's state from forward to backward and
-promise layouts that callers may rely on.
+Only the CPU's two operators are replaced: those of CUDA pass the state of a random generator from forward to backward,
+and callers may rely on their layouts.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class _Active:
             )
         self.count(None)
         # PyTorch promises this layout to graphs that it compiled.
-        kept = lse.transpose(1, 2).contiguous().transpose(1, 2)
-        return out, kept
+        return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
 
     def backward(
         self,

@@ -1,4 +1,4 @@
-"""Gradients that refuse to be differentiated again, instead of being taken for constants."""
+"""Gradients that raise when they are differentiated; autograd would take them for constants."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import no_second_derivative
 
 
-def once(found: Results, *inputs: Tensor | None, op: str = "flash_attention") -> Results:
-    """Gradients whose own gradient raises, where one is wanted; ``inputs`` are what they were computed from."""
+def refuse_second(found: Results, *inputs: Tensor | None, op: str = "flash_attention") -> Results:
+    """Let the gradient of gradients raise, if one may be asked for; ``inputs`` are what they were computed from."""
     if not torch.is_grad_enabled():
         return found
     given = [x for x in inputs if x is not None]
-    return tuple(None if grad is None else _Once.apply(op, grad, *given) for grad in found)
+    return tuple(None if grad is None else _WithoutGradient.apply(op, grad, *given) for grad in found)
 
 
-class _Once(torch.autograd.Function):  # type: ignore[misc]
-    """A gradient without a gradient."""
-
+class _WithoutGradient(torch.autograd.Function):  # type: ignore[misc]
     generate_vmap_rule = True
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Calls of PyTorch's attention function in the form that `aule.frontends.torch.entry` takes.
+"""Translates a call of PyTorch's attention function into one of `aule.frontends.torch.entry`, or refuses it.
 
-A call is brought into one form: four axes, the causal flag aligned top-left, a mask with four axes. Axes are merged and
-expanded by stride where the strides allow it. A call that cannot be served is *refused* with a short reason, which
-`aule.install` counts, and an error, which a direct call raises.
+The result has four axes, the causal flag aligned top-left and a mask with four axes. Axes are merged and expanded by
+stride where the strides allow it. A refusal has a short reason, which `aule.install` counts, and an error, which a
+direct call raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aule.options import AttentionOptions
 
 Mask: TypeAlias = "Tensor | None"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_OP = "[scaled_dot_product_attention]"
+_OP = "scaled_dot_product_attention"
 
 
 class Arguments(NamedTuple):
@@ -74,8 +74,8 @@ class Band(NamedTuple):
         return torch.ones(self.seq_q, self.seq_kv, dtype=torch.bool, device=device).tril(shift)
 
 
-class Call(NamedTuple):
-    """A call in the form that `flash_attention` takes.
+class Translated(NamedTuple):
+    """Arguments of `entry.flash_attention`.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Call(NamedTuple):
     out_shape: tuple[int, ...]
 
     def run(self) -> Tensor:
-        """Compute it."""
+        """Compute the call."""
         out = entry.flash_attention(self.q, self.k, self.v, self.options)
         assert not isinstance(out, tuple)
         if out.shape[-1] != self.out_shape[-1]:  # a value dimension of 0, which was padded to 1
@@ -100,11 +100,13 @@ class Call(NamedTuple):
         return out if out.shape == self.out_shape else out.reshape(self.out_shape)
 
 
-def prepare(given: Arguments, backend: str | None = None, installed: bool = False, compiled: bool = False) -> Call:
-    """Bring a call into the form that `flash_attention` takes, or raise `Refused`.
+def translate(
+    given: Arguments, backend: str | None = None, installed: bool = False, compiled: bool = False
+) -> Translated:
+    """Translate a call, or raise `Refused`.
 
-    ``installed`` also refuses what is intended in a direct call: tensors that would be copied through the host,
-    transforms, and modes other than the compiler's when the call is ``compiled``.
+    A call of the ``installed`` function is also refused for what a direct call may intend: tensors that would be copied
+    through the host, transforms, and modes (other than the compiler's, if the call is ``compiled``).
     """
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = given
     align = "top-left"
@@ -114,7 +116,9 @@ def prepare(given: Arguments, backend: str | None = None, installed: bool = Fals
         attn_mask = None
     _check_tensors(query, key, value, attn_mask)
     _check_transforms(installed, compiled, query, key, value, attn_mask)
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    given_tensors = (query, key, value, attn_mask)
+    resolved = (x if x is None or not x.is_neg() else x.resolve_neg() for x in given_tensors)
+    query, key, value, attn_mask = autocast(*resolved)
     _check_kinds(query, key, value, attn_mask)
     if installed and backend is None and query.device.type != "meta" and not route.home(query).in_place:
         expected = "expected tensors that aule computes on in place"
@@ -154,7 +158,7 @@ def prepare(given: Arguments, backend: str | None = None, installed: bool = Fals
         causal_align=align,
         backend=backend or route.host_backend(query),
     )
-    return Call(
+    return Translated(
         _four_axes(query, outer, heads),
         _four_axes(key, outer, together),
         _four_axes(value, outer, together),
@@ -164,7 +168,7 @@ def prepare(given: Arguments, backend: str | None = None, installed: bool = Fals
 
 
 def _refuse(reason: str, kind: Callable[[str], AuleError], expected: str, got: object, remedy: str = "") -> NoReturn:
-    message = f"{_OP} {expected}, got {got}; {remedy or 'use torch.nn.functional.scaled_dot_product_attention'}"
+    message = f"[{_OP}] {expected}, got {got}; {remedy or 'use torch.nn.functional.scaled_dot_product_attention'}"
     raise Refused(reason, kind(message))
 
 
@@ -197,12 +201,6 @@ def _check_transforms(installed: bool, compiled: bool, *tensors: Mask) -> None:
         _refuse(got, _unsupported, "expected plain tensors outside of transforms", got)
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Any, ...]:
-    """Apply autocast as PyTorch does for its function."""
-    resolved = (x if x is None or not x.is_neg() else x.resolve_neg() for x in (query, key, value, mask))
-    return autocast(*resolved)
-
-
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
         if tensor is None:
@@ -230,7 +228,8 @@ def _check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> None:
 
 def _check_numbers(dropout_p: float, scale: float | None) -> None:
     if type(dropout_p) is not float or (scale is not None and type(scale) is not float):
-        dropout_p, scale = _number("dropout_p", dropout_p), None if scale is None else _number("scale", scale)
+        dropout_p = _checked(checked_number, "dropout_p", dropout_p)
+        scale = None if scale is None else _checked(checked_number, "scale", scale)
     if not 0.0 <= dropout_p <= 1.0:
         _refuse("dropout_p", InvalidArgumentError, "expected dropout_p in 0..1", dropout_p, "pass 0.0 for none")
     if scale is not None and not math.isfinite(scale):
@@ -238,40 +237,33 @@ def _check_numbers(dropout_p: float, scale: float | None) -> None:
         _refuse("scale", InvalidArgumentError, "expected a finite scale or None", scale, remedy)
 
 
-def _number(name: str, value: object) -> float:
+def _checked(check: Callable[[str, str, object], Any], name: str, value: object) -> Any:
     try:
-        return checked_number(_OP[1:-1], name, value)
+        return check(_OP, name, value)
     except InvalidArgumentError as error:
         raise Refused(name, error) from None
 
 
 def _flag(name: str, value: object) -> bool:
-    if type(value) is bool:
-        return value
-    try:
-        return checked_flag(_OP[1:-1], name, value)
-    except InvalidArgumentError as error:
-        raise Refused(name, error) from None
+    return value if type(value) is bool else bool(_checked(checked_flag, name, value))
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if min(query.dim(), key.dim(), value.dim()) < 2:
-        got = _shapes(query, key, value)
-        _refuse("shapes", InvalidShapeError, "expected tensors [..., seq, head_dim]", got, "add the missing axes")
+        _refuse_shapes((query, key, value), "expected tensors [..., seq, head_dim]", "add the missing axes")
     if query.shape[-1] != key.shape[-1]:
-        got = _shapes(query, key, value)
-        _refuse("shapes", InvalidShapeError, "expected query and key of one head_dim", got, "make them equal")
+        _refuse_shapes((query, key, value), "expected query and key of one head_dim", "make them equal")
     if key.shape[-2] != value.shape[-2]:
-        got = _shapes(query, key, value)
-        _refuse("shapes", InvalidShapeError, "expected key and value of one length", got, "make them equal")
+        _refuse_shapes((query, key, value), "expected key and value of one length", "make them equal")
     largest = max(query.shape[-1], value.shape[-1])
     if largest > MAX_HEAD_DIM:
         expected = f"expected a head_dim of at most {MAX_HEAD_DIM}"
         _refuse(f"head_dim above {MAX_HEAD_DIM}", InvalidShapeError, expected, largest)
 
 
-def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
-    return f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
+def _refuse_shapes(tensors: tuple[Tensor, Tensor, Tensor], expected: str, remedy: str) -> NoReturn:
+    query, key, value = (list(x.shape) for x in tensors)
+    _refuse("shapes", InvalidShapeError, expected, f"query {query}, key {key} and value {value}", remedy)
 
 
 def _heads(tensor: Tensor) -> int:
@@ -318,8 +310,7 @@ def _leading(
         lead = tuple(torch.broadcast_shapes(scores, lead_v))
     except RuntimeError:
         remedy = "give each axis its full length or 1, or pass enable_gqa=True"
-        got = _shapes(query, key, value)
-        _refuse("shapes", InvalidShapeError, "expected leading axes that broadcast", got, remedy)
+        _refuse_shapes((query, key, value), "expected leading axes that broadcast", remedy)
     return (lead[:-1], lead[-1], scores) if lead else ((), 1, scores)
 
 

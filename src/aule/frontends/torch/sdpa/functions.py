@@ -1,4 +1,4 @@
-"""PyTorch's ``scaled_dot_product_attention`` on aule's attention, with PyTorch's meaning, and its replacement."""
+"""aule's ``scaled_dot_product_attention``, and the function that `aule.install` puts in the place of PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from aule._version import __version__
 from aule.errors import AuleError
-from aule.frontends.torch.sdpa.call import Arguments, Band, Mask, Refused, band, is_causal_bias, prepare
+from aule.frontends.torch.sdpa.translate import Arguments, Band, Mask, Refused, band, is_causal_bias, translate
 
 _TAG = " aule "
 
@@ -20,32 +20,32 @@ _serving: list[Callable[..., Tensor]] = []
 """Functions made by `replacement`, which compiled graphs know by number."""
 
 
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Mask = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """As `aule.scaled_dot_product_attention`."""
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any) -> Tensor:
+    """`aule.scaled_dot_product_attention`, all of whose arguments it takes by position."""
     if torch.compiler.is_compiling():
         from aule.frontends.torch.compile import dynamo  # imports the compiler
 
-        mask = band(attn_mask)
-        return dynamo.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-    return compute(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return dynamo.scaled_dot_product_attention(query, key, value, band(mask), *rest)
+    return compute(query, key, value, mask, *rest)
 
 
 def compute(*arguments: Any) -> Tensor:
-    """`scaled_dot_product_attention` where PyTorch's compiler does not read along."""
+    """`scaled_dot_product_attention` outside of PyTorch's compiler."""
     try:
-        call = prepare(Arguments(*arguments))
+        call = translate(Arguments(*arguments))
     except Refused as refused:
         raise refused.error from None
     return call.run()
+
+
+def attempt(given: Arguments, backend: str | None, compiled: bool = False) -> tuple[Tensor | None, str | None]:
+    """The result of a call, and None; or None, and the reason why the call must be passed on."""
+    try:
+        return translate(given, backend, True, compiled).run(), None
+    except Refused as refused:
+        return None, refused.reason
+    except AuleError as error:
+        return None, error.code
 
 
 def replacement(
@@ -55,7 +55,7 @@ def replacement(
 ) -> Callable[..., Tensor]:
     """A function to replace ``torch.nn.functional.scaled_dot_product_attention``.
 
-    It must be kept for ever: TorchScript knows it by its address.
+    The function must never be freed: TorchScript knows it by its address.
 
     Parameters
     ----------
@@ -72,18 +72,11 @@ def replacement(
         if active:
             # A graph is traced several times; a call is counted in the first, with fake tensors.
             counts = not (compiled and type(given.query) is FunctionalTensor)
-            try:
-                result = prepare(given, backend, True, compiled).run()
-            except Refused as refused:
-                reason: str | None = refused.reason
-            except AuleError as error:
-                reason = error.code
-            else:
-                if counts:
-                    count(None)
-                return result
+            result, reason = attempt(given, backend, compiled)
             if counts:
                 count(reason)
+            if result is not None:
+                return result
         mask = given.attn_mask
         if isinstance(mask, Band):
             given = given._replace(attn_mask=mask.mask(given.query.device))
@@ -142,10 +135,10 @@ def set_function(function: Callable[..., Tensor]) -> None:
 
 
 def tag_graphs(serving: bool, backend: str | None = None) -> None:
-    """Keep compiled graphs that use aule's function apart, on disk, from those that use PyTorch's own.
+    """Give compiled graphs that use aule's function another key in PyTorch's cache on disk.
 
-    PyTorch finds a stored graph by what its compiler saw, and it sees ``torch.nn.MultiheadAttention`` as one call,
-    whatever is called inside. Like all settings of PyTorch's compiler this one belongs to the calling thread.
+    The key depends on what the compiler saw, and it sees ``torch.nn.MultiheadAttention`` as one call, whatever that
+    calls. Like all settings of PyTorch's compiler, the tag applies to the calling thread.
     """
     from torch.compiler import config
 
