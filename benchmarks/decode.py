@@ -44,8 +44,8 @@ from aule.engine.memory import device_scratch
 from aule.engine.probe import find_layout
 from aule.engine.run import prepare
 from aule.errors import AuleError
-from aule.ops.combine import last_workgroup as last
 from aule.ops.decode.config import FragmentDecodeShape
+from aule.ops.decode.plan import decode as planner
 from aule.ops.decode.plan.decode import decode_views, plan_decode
 from aule.ops.decode.plan.shapes import choose_decode_shape
 from aule.ops.decode.validate import decode_problem
@@ -458,7 +458,7 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
     if args.at_once:
-        last.AT_ONCE = args.at_once
+        planner.PARTIALS_AT_ONCE = args.at_once
     if args.tune:
         warm_up()
         tune(args.tune, args.alternatives, args.backend)

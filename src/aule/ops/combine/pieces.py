@@ -132,7 +132,7 @@ class RowPartials:
         p = self.p
 
         def combine() -> None:
-            combiner = RowCombiner(p, p.config, self.aligned, self.threads, _PARTS_AT_ONCE, "readwrite")
+            combiner = RowCombiner(p, self.aligned, self.threads, _PARTS_AT_ONCE, "readwrite")
             combiner.combine_rows_per_team(
                 rows,
                 self.piece.parts,

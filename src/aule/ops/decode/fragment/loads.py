@@ -39,9 +39,9 @@ class KeyLoads:
 
     # -- keys of a lane ------------------------------------------------------------------------------------------------
 
-    def first_key(self, start: Value) -> Value:
+    def subgroup_start(self, start: Value) -> Value:
         """This subgroup's first key of a step."""
-        return start + self.engine.subgroup * self.shape.stretch
+        return start + self.engine.subgroup * self.shape.subgroup_step
 
     def score_keys(self, start: Value) -> list[list[Value]]:
         """Keys of which this lane holds K and scores, by block; they may be past the end."""
@@ -52,7 +52,7 @@ class KeyLoads:
         return self._lane_keys(start, self.engine.lane_col, self.engine.part_cols)
 
     def _lane_keys(self, start: Value, lane: Value, parts: list[int]) -> list[list[Value]]:
-        first = self.first_key(start) + lane
+        first = self.subgroup_start(start) + lane
         return [[first + (i * SIZE + part) for part in parts] for i in range(self.shape.blocks)]
 
     def _existing(self, keys: list[list[Value]], end: Value | None) -> list[list[Value]]:
@@ -71,7 +71,7 @@ class KeyLoads:
     def pages(self, start: Value, end: Value | None = None) -> list[Value]:
         """Page numbers of a step's keys; one for each block if it lies in one page."""
         if self.config.page_shared:
-            first = self.first_key(start)
+            first = self.subgroup_start(start)
             wanted = [[first + i * SIZE for i in range(self.shape.blocks)]]
         else:
             wanted = [*self.score_keys(start), *self.value_keys(start)]

@@ -136,6 +136,6 @@ class Queries:
     def _direct_factors(self, weights: Value) -> list[Value]:
         shape, keys, engine = self.shape, self.keys, self.engine
         if shape.rows < SIZE:
-            own = shape.stretch * row_stride(SIZE)
+            own = shape.subgroup_step * row_stride(SIZE)
             self._clear(weights, engine.subgroup * own, own, engine.lane, shape.lanes)
         return [keys.right_factor(self._words, number) for number in range(keys.fragments)]

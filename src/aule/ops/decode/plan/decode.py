@@ -11,7 +11,6 @@ from aule import tuning
 from aule.ops.attention.plan.layout import aligned_rows, view_scalars
 from aule.ops.attention.plan.scalars import problem_scalars
 from aule.ops.attention.problem import UNBOUNDED
-from aule.ops.combine import last_workgroup
 from aule.ops.combine.partials import row_quads
 from aule.ops.combine.second_launch import CombineConfig, build_combine
 from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape
@@ -43,6 +42,10 @@ from aule.view import ITEMSIZE, TensorView
 
 Combine = Literal["cluster", "last_workgroup", "second_launch"]
 """Who combines the partial results of a split sequence."""
+
+PARTIALS_AT_ONCE = 16
+"""Most partial results that a thread of the last workgroup loads before it uses any: its loads must overlap, since one
+workgroup does all the reading."""
 
 
 def decode_views(operands: DecodeOperands, out: TensorView) -> dict[str, TensorView]:
@@ -292,7 +295,7 @@ def _configure(call: _Call, choice: _Choice) -> DecodeConfig | FragmentDecodeCon
     return DecodeConfig(
         **options,
         shape=shape,
-        page_shared=problem.page > 0 and problem.page % shape.stretch == 0,
+        page_shared=problem.page > 0 and problem.page % shape.subgroup_step == 0,
         aligned=tuple(call.aligned(name, width) for name, width in widths.items()),
     )
 
@@ -333,7 +336,7 @@ def _grid_options(call: _Call, choice: _Choice) -> dict[str, Any]:
         "next_launch_overlaps": combine == "second_launch" and call.target.overlap,
         "several_row_blocks": not one_block,
         "fixed_rows": problem.group * choice.tokens if one_block and problem.total_q is None else 0,
-        "partials_at_once": min(last_workgroup.AT_ONCE, 1 << (splits - 1).bit_length()) if by_last else 1,
+        "partials_at_once": min(PARTIALS_AT_ONCE, 1 << (splits - 1).bit_length()) if by_last else 1,
         # Keys that several blocks of rows read, or that the next call finds in the cache, are to stay there.
         "evict_first": one_block and call.cache_bytes > model.cached_bytes(call.target, "decode"),
         "last_workgroup_combines": by_last,
