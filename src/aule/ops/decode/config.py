@@ -132,6 +132,9 @@ class FragmentDecodeShape:
         return sums + queries + 2 * self.step * row_stride(SIZE)
 
 
+AnyShape = DecodeShape | FragmentDecodeShape
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(ScoreConfig, ABC):
     """What the configurations of the decoding kernels share.
@@ -170,7 +173,7 @@ class CacheConfig(ScoreConfig, ABC):
     """
 
     cache: str
-    shape: DecodeShape | FragmentDecodeShape
+    shape: AnyShape
     split: bool = False
     last_workgroup_combines: bool = False
     cluster: int = 1

@@ -18,14 +18,12 @@ from aule.errors import CacheFullError, ClosedError, InvalidArgumentError
 from aule.ops.shared.checks import checked_integer
 
 
+@dataclass(slots=True, eq=False)
 class _Tokens:
     """A sequence: its pages in order, and its number of tokens in each layer."""
 
-    __slots__ = ("lengths", "pages")
-
-    def __init__(self, pages: list[int], lengths: list[int]) -> None:
-        self.pages = pages
-        self.lengths = lengths
+    pages: list[int]
+    lengths: list[int]
 
 
 @dataclass(frozen=True, eq=False)
