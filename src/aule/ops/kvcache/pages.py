@@ -122,10 +122,6 @@ class PageTable:
         """Lengths of several sequences; ``op`` is the caller's name, for messages."""
         return tuple([self._find(op, seq).lengths[layer] for seq in seqs])
 
-    def pages(self, seq: int) -> tuple[int, ...]:
-        """Pages of a sequence."""
-        return tuple(self._find("pages", seq).pages)
-
     def references(self, page: int) -> int:
         """Number of sequences that have a page."""
         return self._references[page]

@@ -9,7 +9,6 @@ from aule.ir.types import f32, i32, u32
 from aule.ops.decode.config import FragmentDecodeShape
 from aule.ops.decode.variables import assign, values
 from aule.ops.decode.work_range import WorkRange
-from aule.tile.common.matrix import Matrix
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.direct import Direct
 from aule.tile.fragment.engine import Components
@@ -77,41 +76,27 @@ class KeyLoads:
             wanted = [*self.score_keys(start), *self.value_keys(start)]
         return [number for block in self._existing(wanted, end) for number in self.work.page_numbers(block)]
 
-    def _key_pages(self, pages: list[Value]) -> list[list[Value]]:
-        """Pages of K by block."""
-        return self._by_block(pages, 0, len(self.engine.part_rows))
-
-    def _value_pages(self, pages: list[Value]) -> list[list[Value]]:
-        """Pages of V by block."""
-        return self._by_block(pages, len(self.engine.part_rows) * self.shape.blocks, len(self.engine.part_cols))
-
-    def _by_block(self, pages: list[Value], first: int, each: int) -> list[list[Value]]:
-        blocks = self.shape.blocks
+    def _pages_by_block(self, name: str, pages: list[Value]) -> list[list[Value]]:
+        """What `pages` gave, for K or V."""
+        blocks, key_parts = self.shape.blocks, len(self.engine.part_rows)
         if not pages:
             return [[]] * blocks
         if self.config.page_shared:
             return [[page] for page in pages]
+        first, each = (0, key_parts) if name == "k" else (key_parts * blocks, len(self.engine.part_cols))
         return [pages[first + i * each : first + (i + 1) * each] for i in range(blocks)]
 
     # -- K, V and scales -----------------------------------------------------------------------------------------------
 
-    def load_keys(self, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
-        """Load this lane's runs of K of a step, by block, key and piece."""
-        keys = self._existing(self.score_keys(start), end)
-        return self._load(self.keys, "k", self.work.k, keys, self._key_pages(pages))
-
-    def load_values(self, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
-        """Load this lane's runs of V of a step, by block, key and piece."""
-        keys = self._existing(self.value_keys(start), end)
-        return self._load(self.values, "v", self.work.v, keys, self._value_pages(pages))
-
-    def _load(
-        self, layout: Direct, name: str, matrix: Matrix, keys: list[list[Value]], pages: list[list[Value]]
-    ) -> list[Value]:
+    def load(self, name: str, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
+        """Load this lane's runs of K or V of a step, by block, key and piece."""
+        layout, matrix, keys = self.values, self.work.v, self.value_keys
+        if name == "k":
+            layout, matrix, keys = self.keys, self.work.k, self.score_keys
         found = []
-        for block, numbers in zip(keys, pages, strict=True):
-            for start in self.work.key_starts(name, block, numbers):
-                found += layout.load(matrix, matrix.base + start)
+        for block, numbers in zip(self._existing(keys(start), end), self._pages_by_block(name, pages), strict=True):
+            for at in self.work.key_starts(name, block, numbers):
+                found += layout.load(matrix, matrix.base + at)
         return found
 
     def scales(self, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
@@ -119,7 +104,7 @@ class KeyLoads:
         if not self.config.quantised:
             return []
         keys = self._existing(self.score_keys(start), end)
-        by_block = zip(keys, self._key_pages(pages), strict=True)
+        by_block = zip(keys, self._pages_by_block("k", pages), strict=True)
         found = [self.work.scales(block, numbers) for block, numbers in by_block]
         return [x for block in found for pair in block for x in pair]
 
@@ -199,22 +184,22 @@ class Prefetch:
         work = self.work
         if self.values_ahead and not self.early_values:
             with self.b.if_(work.first < work.end):
-                assign(self.v, self.loads.load_values(work.first, values(self.pages)))
+                assign(self.v, self.loads.load("v", work.first, values(self.pages)))
 
     def next_step(self, start: Value) -> Step:
         """What was loaded for the step at ``start``; begins the loads of the next one."""
         b, work, loads = self.b, self.work, self.loads
         later = start + work.stride
-        v = values(self.v) if self.values_ahead else loads.load_values(start, values(self.pages))
+        v = values(self.v) if self.values_ahead else loads.load("v", start, values(self.pages))
         k, variables = values(self.k), [b.var(run, "v") for run in v]
         step = Step(start, k, variables, loads.scales_by_block(values(self.scales)))
         # The condition also keeps the loads here: without it ptxas moves loads of bytes below the first product, into
         # the registers that it frees, and the product with V has to wait.
         with b.if_(later < work.end):
-            assign(self.k, loads.load_keys(later, values(self.next_pages)))
+            assign(self.k, loads.load("k", later, values(self.next_pages)))
             assign(self.scales, loads.scales(later, values(self.next_pages)))
             if self.values_ahead:
-                assign(self.v, loads.load_values(later, values(self.next_pages)))
+                assign(self.v, loads.load("v", later, values(self.next_pages)))
             assign(self.pages, values(self.next_pages))
             assign(self.next_pages, loads.pages(later + work.stride))
         return step
@@ -224,8 +209,8 @@ class Prefetch:
         with self.b.if_(start < end):
             assign(self.pages, loads.pages(start, end))
             pages = values(self.pages)
-            assign(self.k, loads.load_keys(start, pages, end))
+            assign(self.k, loads.load("k", start, pages, end))
             if with_values:
                 assign(self.scales, loads.scales(start, pages, end))
             if with_values and self.values_ahead:
-                assign(self.v, loads.load_values(start, pages, end))
+                assign(self.v, loads.load("v", start, pages, end))
