@@ -49,7 +49,7 @@ class _Sums:
         for c, variable in enumerate(self.columns):
             total = variable.value * old
             for weight, quad in zip(weights, quads, strict=True):
-                # A split without keys was never written: its memory may hold anything.
+                # A split without keys is never written: its memory may hold NaN.
                 total = b.select(b.eq(weight, 0.0), total, b.fma(weight, b.extract(quad, c), total))
             variable.value = total
 
@@ -83,7 +83,7 @@ def combiner_bytes(value_dim: int, threads: int) -> int:
 class RowCombiner:
     """Combines the partial results of rows with all threads of a workgroup.
 
-    A team of threads covers the columns of a row, four each. Teams that are not needed for further rows share the
+    A team of threads covers the columns of a row, four each. If there are more teams than rows, several teams share the
     partial results of a row, each in a *slot*; the slots of a row are combined in shared memory.
 
     Parameters
@@ -115,7 +115,7 @@ class RowCombiner:
 
     def combine_row(self, row: Row, splits: Value) -> None:
         """Combine and store one row with all teams; uniform."""
-        exists = self.team < self.teams  # there may be threads left over
+        exists = self.team < self.teams  # some threads may belong to no team
         for first_column in range(0, self.config.value_dim, self.quads * QUAD):
             self._combine_in_slots(row, exists, self.team, self.teams, splits, first_column)
 

@@ -50,7 +50,6 @@ class DecodeShape:
 
     @property
     def threads(self) -> int:
-        """Threads of a workgroup."""
         return (self.subgroup or self.lanes) * self.subgroups
 
     @property
@@ -112,7 +111,6 @@ class FragmentDecodeShape:
 
     @property
     def threads(self) -> int:
-        """Threads of a workgroup."""
         return self.subgroups * self.lanes
 
     @property
@@ -137,7 +135,7 @@ AnyShape = DecodeShape | FragmentDecodeShape
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(ScoreConfig, ABC):
-    """What the configurations of the decoding kernels share.
+    """Fields that all decoding kernels on GPUs share.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a decoding workgroup stores: rows of the result, or partial results of its split."""
+"""Results of a decoding workgroup: rows of O, or partial results of its split."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Result:
             partials.combine_cluster(count, config.cluster, work.split, threads, store)
             return
         partials.combine(count, threads, store)
-        if not config.last_workgroup_combines:  # that begins with a barrier
+        if not config.last_workgroup_combines:  # `combine_splits` begins with a barrier
             # See `aule.ops.attention.simt.forward`: PoCL 3.1 needs a barrier after the last condition.
             self.b.barrier()
 

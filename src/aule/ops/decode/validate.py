@@ -68,12 +68,10 @@ class DecodeOperands:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Shape of the result in the caller's form."""
         return self.returned((*self.q.shape[:3], self.v.shape[3]))
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of the log-sum-exp in the caller's form."""
         batch, heads, rows = self.q.shape[:3]
         return {"rows": (batch, heads, rows), "token": (batch, heads), "packed": (heads, rows)}[self.form]
 

@@ -107,7 +107,6 @@ class WorkRange:
         return fold(b, "and", exists)
 
     def _divmod(self, value: Value, name: str) -> tuple[Value, Value]:
-        """Quotient and remainder by a parameter."""
         by = self.p.number(name)
         quotient = value // by
         return quotient, value - quotient * by

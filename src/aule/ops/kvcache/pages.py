@@ -115,7 +115,6 @@ class PageTable:
         del found.pages[keep:]
 
     def length(self, seq: int, layer: int = 0) -> int:
-        """Number of tokens of a sequence in a layer."""
         return self._find("length", seq).lengths[layer]
 
     def lengths(self, seqs: Sequence[int], layer: int, op: str = "context_lens") -> tuple[int, ...]:

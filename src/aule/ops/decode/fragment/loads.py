@@ -18,7 +18,7 @@ Scales = list[list[tuple[Value, Value]]]
 
 
 class KeyLoads:
-    """The keys of this lane in each step, and what the lane loads of them.
+    """Loads of a lane: its keys in each step, and its columns of them.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class KeyLoads:
         return [number for block in self._existing(wanted, end) for number in self.work.page_numbers(block)]
 
     def _pages_by_block(self, name: str, pages: list[Value]) -> list[list[Value]]:
-        """What `pages` gave, for K or V."""
+        """Page numbers of K or V out of those of `pages`."""
         blocks, key_parts = self.shape.blocks, len(self.engine.part_rows)
         if not pages:
             return [[]] * blocks
@@ -109,19 +109,18 @@ class KeyLoads:
         return [x for block in found for pair in block for x in pair]
 
     def scale_variables(self) -> list[Var]:
-        """Variables for the scales of a step."""
         count = 2 * self.shape.blocks * len(self.engine.part_rows) if self.config.quantised else 0
         return [self.b.var(self.b.const(0.0, f32), "scale") for _ in range(count)]
 
     def scales_by_block(self, scales: list[Value]) -> Scales:
-        """Group what `scales` gave by block and key."""
+        """Group the result of `scales` by block and key."""
         pairs, each = list(zip(scales[::2], scales[1::2], strict=True)), len(self.engine.part_rows)
         return [pairs[i : i + each] for i in range(0, len(pairs), each)]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a lane has loaded for a step of keys.
+    """Values that a lane has loaded for a step of keys.
 
     Attributes
     ----------
@@ -169,7 +168,7 @@ class Prefetch:
             self._load(self.work.expected_first, self.work.p.number("seq_kv"), self.early_values)
 
     def load_first(self) -> None:
-        """Load what is missing of the first step, except for V, and the page numbers of the second."""
+        """Load the rest of the first step, except for V, and the page numbers of the second."""
         work, loads = self.work, self.loads
         self.next_pages = loads.page_variables()
         if loads.config.left:
@@ -187,7 +186,7 @@ class Prefetch:
                 assign(self.v, self.loads.load("v", work.first, values(self.pages)))
 
     def next_step(self, start: Value) -> Step:
-        """What was loaded for the step at ``start``; begins the loads of the next one."""
+        """Return the values of the step at ``start`` and begin the loads of the next one."""
         b, work, loads = self.b, self.work, self.loads
         later = start + work.stride
         v = values(self.v) if self.values_ahead else loads.load("v", start, values(self.pages))

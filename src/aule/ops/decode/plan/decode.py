@@ -41,7 +41,7 @@ from aule.tuning import model
 from aule.view import ITEMSIZE, TensorView
 
 Combine = Literal["cluster", "last_workgroup", "second_launch"]
-"""Who combines the partial results of a split sequence."""
+"""How the partial results of a split sequence are combined."""
 
 PARTIALS_AT_ONCE = 16
 """Most partial results that a thread of the last workgroup loads before it uses any: its loads must overlap, since one
@@ -85,7 +85,7 @@ def plan_decode(
     splits : int, optional
         Splits of each sequence's keys; by default the planner chooses.
     combine : {"cluster", "last_workgroup", "second_launch"}, optional
-        Who combines the splits; by default the planner chooses. Ignored if there is one split.
+        How splits are combined; by default the planner chooses. Ignored if there is one split.
     """
     if math.prod(problem.out_shape) == 0 or problem.batch == 0 or problem.seq_q == 0:
         return Plan(())
@@ -122,7 +122,7 @@ class _Call:
 
     @property
     def largest_index(self) -> int:
-        """Elements up to the last of any operand."""
+        """Largest number of elements up to the last of an operand."""
         return max(view.last_index + 1 for view in self.layout.views.values())
 
     @property
@@ -147,7 +147,7 @@ class _Choice:
     splits : int
         Most splits of a sequence's keys.
     combine : str or None
-        Who combines the splits; None if there is one.
+        How splits are combined; None if there is one.
     least_keys : int
         Fewest keys of a split, if a sequence is shorter than it could be.
     """
@@ -189,7 +189,7 @@ class _Choice:
 
 
 def _choose(call: _Call, tokens: int, shape: AnyShape | None, splits: int | None, combine: Combine | None) -> _Choice:
-    """Choose shape, splits and who combines them, unless they are given."""
+    """Choose shape, splits and how these are combined, unless they are given."""
     shape = _choose_shape(call, tokens, shape)
     choice = _Choice(call.problem, tokens, shape, 1, combine, split_limits(call.target)["least_keys"])
     choice = replace(choice, splits=splits) if splits is not None else _choose_splits(call, choice)

@@ -45,7 +45,7 @@ def build_decode(config: DecodeConfig, target: Target, name: str = KERNEL_NAME) 
 
 @dataclass(frozen=True)
 class _Step:
-    """What a lane has loaded for a step of keys.
+    """Values that a lane has loaded for a step of keys.
 
     Attributes
     ----------

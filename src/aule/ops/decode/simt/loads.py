@@ -16,7 +16,7 @@ from aule.tile.common.quantised import E4M3_HALF, floats
 
 
 class KeyLoads:
-    """The keys of this thread's team in each step, and what the thread loads of them.
+    """Loads of a thread: the keys of its team in each step, and its columns of them.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class KeyLoads:
 
     def __init__(self, work: WorkRange, config: DecodeConfig, team: Team, f16: bool) -> None:
         self.work, self.b, self.team, self.shape, self.config = work, work.b, team, config.shape, config
-        self._halves = config.cache == "e4m3" and config.words and f16  # e4m3 by way of fp16
+        self._halves = config.cache == "e4m3" and config.words and f16  # e4m3 is converted through fp16
         b, shape = work.b, config.shape
         self.subgroup, in_group = b.const(0, i32), team.thread
         if shape.subgroup:
@@ -55,7 +55,7 @@ class KeyLoads:
         return start + self.subgroup * self.shape.subgroup_step
 
     def first_key(self, start: Value) -> Value:
-        """First key of this thread's team in the step at ``start``; the next ones are ``shape.teams`` apart."""
+        """First key of this thread's team in the step at ``start``; the next ones follow at every ``shape.teams``."""
         return self.subgroup_start(start) + self.member
 
     def keys(self, start: Value) -> list[Value]:
@@ -91,7 +91,7 @@ class KeyLoads:
         return [(k * (1.0 / E4M3_HALF), v * (1.0 / E4M3_HALF)) for k, v in found] if self._halves else found
 
     def numbers_by_key(self, runs: list[Value], pieces: int) -> Iterator[list[Value]]:
-        """Elements of each key of a step as fp32, without their scale; e4m3 by way of fp16 times `E4M3_HALF`."""
+        """Elements of each key of a step as fp32, unscaled; times `E4M3_HALF` if e4m3 is converted through fp16."""
         for i in range(self.shape.keys):
             yield [x for run in runs[i * pieces : (i + 1) * pieces] for x in self._floats(run)]
 
