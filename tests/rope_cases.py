@@ -67,7 +67,7 @@ def reference_arrays(inputs: dict[str, Array], operands: Operands) -> dict[str, 
     return {**{name: inputs[name] for name in "qkv"}, "cos": operands.cos.storage, "sin": operands.sin.storage}
 
 
-def turned(case: Case, inputs: dict[str, Array], name: str, x: Array, back: bool = False) -> Array:
+def rotated(case: Case, inputs: dict[str, Array], name: str, x: Array, back: bool = False) -> Array:
     """q, k or a gradient of one, rotated in fp64 as complex numbers."""
     shift = case.lengths[1] - case.lengths[0] if case.align == "bottom-right" else 0
     first, half = max(shift if "q" in name else -shift, 0), case.rotary // 2
@@ -87,7 +87,7 @@ def unrotated(
 ) -> tuple[AttentionProblem, dict[str, Array]]:
     """The problem of arrays that are rotated already, in fp64."""
     arrays = {name: to_f64(inputs[name], case.dtype) for name in "qkv"}
-    arrays |= {name: turned(case, inputs, name, arrays[name]) for name in "qk"}
+    arrays |= {name: rotated(case, inputs, name, arrays[name]) for name in "qk"}
     return replace(problem, rope=None, dtype="f64"), arrays
 
 

@@ -269,8 +269,8 @@ def test_views_are_not_copied() -> None:
     from aule.frontends.torch.sdpa.call import Arguments, prepare
 
     q, k, v = tensors((2, 5, 4, 8), (1, 6, 2, 8), (6, 2, 8))
-    turned = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(0, 1))
-    call = prepare(Arguments(*turned, enable_gqa=True))
+    transposed = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(0, 1))
+    call = prepare(Arguments(*transposed, enable_gqa=True))
     for made, given in zip((call.q, call.k, call.v), (q, k, v), strict=True):
         assert made.data_ptr() == given.data_ptr() and made.dim() == 4
     assert call.k.shape == (2, 2, 6, 8) and call.k.stride(0) == 0

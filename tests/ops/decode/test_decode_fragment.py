@@ -236,7 +236,7 @@ def test_queries_of_any_size() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_some_rows_drop_does_not_leak(bad: float) -> None:
     """Key 20 is seen by the last two of four tokens, whose results it makes infinite or NaN in one column."""
-    case = decode_cases.Case("wild", (22,), 4, (2, 1), (32, 32), "f16")
+    case = decode_cases.Case("nonfinite", (22,), 4, (2, 1), (32, 32), "f16")
     given = decode_cases.make(case)
     given["v"][0, 0, 20, 3] = bad
     problem, operands = decode_cases.problem_of(case, given)
