@@ -1,4 +1,4 @@
-"""Row operations for benchmarks: tensors, PyTorch's computation of the same, and the check of aule's against float64."""
+"""Row operations for benchmarks: tensors, the same by PyTorch, and the check of results against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding calls that every backend is tested on: caches of all kinds, with garbage wherever nothing may look."""
+"""Decoding calls that every backend is tested on: caches of all kinds, with garbage wherever nothing may be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices the tests run on: every one found, and the MSL shim."""
+"""The devices that tests run on: all that are found, and the MSL shim."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A stand-in for PyObjC's `Metal` module.
 
-It runs nothing until somebody waits for it, as a slow GPU would, so that a missing wait shows.
+Like a slow GPU it runs nothing until a wait, so that a missing wait shows.
 """
 
 from __future__ import annotations

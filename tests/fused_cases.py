@@ -1,4 +1,4 @@
-"""Calls of the ops beside attention that every backend runs, what is right for them, and how far off one may be."""
+"""Calls of row operations that every backend runs, with expected results and tolerances."""
 
 from __future__ import annotations
 

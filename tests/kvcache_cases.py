@@ -1,4 +1,4 @@
-"""Appends that every device makes: rows, caches and places, and what NumPy puts there."""
+"""Appends that every device is tested on: rows, caches and places, and NumPy's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops of the catalogue on NumPy arrays, by a device's plan: run on that device, or in the interpreter."""
+"""Runs operations of the catalogue on NumPy arrays by a device's plan, on that device or in the interpreter."""
 
 from __future__ import annotations
 

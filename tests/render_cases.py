@@ -1,5 +1,5 @@
-"""Small kernels that together use every operation, for tests of passes and renderers: each is run by the interpreter
-and by what is tested, on the same arguments."""
+"""Small kernels that together use every operation, for tests of passes and renderers: results are compared with the
+interpreter's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention with rotated q and k: cases, their inputs, and rotation by another way than the package's own."""
+"""Attention with rotated q and k: cases, their inputs, and a rotation that is independent of the package's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning records of a test in place of the tables'."""
+"""Replaces tuning records for a test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Anything in the place of any argument of a public function: an error of ours, which says what was wrong, or a result;
-never an exception from deep inside, and the library is usable afterwards."""
+"""Any value for any argument of a public function gives a result or an aule error that says what was wrong; the library
+stays usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk cache: what is written is read back whole, and what is damaged is never read."""
+"""The disk cache: entries are read back complete, and damaged ones are never used."""
 
 from __future__ import annotations
 

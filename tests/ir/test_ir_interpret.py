@@ -1,4 +1,4 @@
-"""What every operation computes, compared with NumPy or with Python's own numbers."""
+"""Results of every operation, compared with NumPy or with Python's own numbers."""
 
 from __future__ import annotations
 

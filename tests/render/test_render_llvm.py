@@ -1,4 +1,4 @@
-"""LLVM IR: what is printed, and what it computes when llvmlite compiles it for several feature sets of this machine."""
+"""LLVM IR: its text, and its results when llvmlite compiles it for several feature sets of this machine."""
 
 from __future__ import annotations
 

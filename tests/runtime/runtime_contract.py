@@ -1,4 +1,4 @@
-"""What the OpenCL and the WebGPU runtime are both tested for: a test file subclasses `RuntimeContract` with kernels."""
+"""Tests of both the OpenCL and the WebGPU runtime: a test file subclasses `RuntimeContract` with kernels."""
 
 from __future__ import annotations
 

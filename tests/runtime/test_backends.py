@@ -1,5 +1,5 @@
-"""Tests of a device that is missing are skipped. Here is seen that it is missing for a reason, and no mistake of ours;
-and that those are there which `AULE_TEST_REQUIRE` names ("vulkan,opencl"), where they were installed to be tested."""
+"""Tests of missing devices are skipped, so this file checks that a device is missing for a known reason, and that those
+named by `AULE_TEST_REQUIRE` ("vulkan,opencl") are found."""
 
 from __future__ import annotations
 

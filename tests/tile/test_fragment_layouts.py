@@ -1,5 +1,4 @@
-"""Fragments that lie in all sorts of ways: what the probe makes of them, and the kernels on the interpreter with the
-sanitizer on."""
+"""Fragments in many layouts: the probe's findings, and the kernels on the interpreter with the sanitizer on."""
 
 from __future__ import annotations
 

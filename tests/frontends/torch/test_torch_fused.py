@@ -1,4 +1,4 @@
-"""The ops beside attention on torch tensors: gradients against PyTorch's own, operators, compiled and mapped calls."""
+"""Row operations on torch tensors: gradients against PyTorch's own, operators, compiled and mapped calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickest way of a repeated call of an op on CPU tensors: who takes it, and who must not."""
+"""The quick path of repeated row operations on CPU tensors: which calls take it, and which must not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward kernel on every device: the whole grid, and what the grid cannot show."""
+"""The forward kernel on every device: the full grid, and cases beyond the grid."""
 
 from __future__ import annotations
 

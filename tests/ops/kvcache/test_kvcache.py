@@ -1,4 +1,4 @@
-"""The kernels of a cache on every device, and `KVCache` itself where it computes: on the CPU and through torch."""
+"""The kernels of a cache on every device, and `KVCache` on the CPU and through torch."""
 
 from __future__ import annotations
 

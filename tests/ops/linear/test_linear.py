@@ -1,4 +1,4 @@
-"""A linear layer behind a normalisation: its errors, and its GPU kernels in the interpreter."""
+"""A linear layer after a normalisation: its errors, and its GPU kernels in the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear layer behind a normalisation on every device, against float64."""
+"""A linear layer after a normalisation on every device, against float64."""
 
 from __future__ import annotations
 

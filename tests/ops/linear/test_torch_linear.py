@@ -1,4 +1,4 @@
-"""A linear layer behind a normalisation, of torch tensors, beside PyTorch's."""
+"""A linear layer after a normalisation on torch tensors, against PyTorch's."""
 
 from __future__ import annotations
 
