@@ -165,7 +165,7 @@ class FakeCommand:
 
 
 def increment(command: FakeCommand) -> None:
-    """The one kernel that the tests of the runtime need."""
+    """The only kernel that the tests of the runtime need."""
     assert command.encoded is not None and command.pipeline is not None
     if command.pipeline.name == "increment":
         count, by = struct.unpack_from("<ii", command.encoded.bytes[1])

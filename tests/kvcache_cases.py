@@ -97,7 +97,7 @@ def make(case: Case) -> tuple[AppendProblem, dict[str, TensorView]]:
 
 
 def expected(problem: AppendProblem, views: dict[str, TensorView]) -> dict[str, np.ndarray]:
-    """The caches after the append, as NumPy makes them."""
+    """The caches after the append, by NumPy."""
     fresh = {name: v if not written(name) else view(v.dtype, v.storage.copy(order="K")) for name, v in views.items()}
     numpy_append.append(problem, fresh)
     return {name: v.storage for name, v in fresh.items() if written(name)}

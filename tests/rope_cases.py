@@ -41,7 +41,7 @@ class Case:
 
 
 def make_inputs(case: Case, seed: int = 0, positions: int | None = None) -> dict[str, Array]:
-    """q, k, v, and the tables, by the names of `attention_problem`; the angles mean nothing."""
+    """q, k, v and tables of random angles, by the names of `attention_problem`."""
     rng = np.random.default_rng(seed)
     dtype = grid.NUMPY_DTYPES[case.dtype]
     (seq_q, seq_kv), (dim, value_dim) = case.lengths, case.dims
@@ -92,7 +92,7 @@ def unrotated(
 
 
 def judge(case: Case, device: Device, deterministic: bool = False) -> str:
-    """What is wrong with a device's result and gradients; empty when nothing is."""
+    """Errors of a device's result and gradients; empty if there are none."""
     inputs = make_inputs(case)
     problem, operands = case_problem(case, inputs, deterministic=deterministic)
     arrays = reference_arrays(inputs, operands)
