@@ -96,14 +96,14 @@ class RowCombiner:
         How the kernel accesses the partial results.
     """
 
-    def __init__(self, parameters: Parameters, aligned: bool, threads: int, at_once: int, access: Access) -> None:
+    def __init__(self, parameters: Parameters, aligned: bool, at_once: int, access: Access) -> None:
         self.p, self.b, self.config = parameters, parameters.b, parameters.config
         self.aligned, self.at_once, dim = aligned, at_once, parameters.config.value_dim
         self._partials = parameters.buffer("part", f32, access)
         self._partial_lse = parameters.buffer("part_lse", f32, access)
-        self.quads = row_quads(dim, threads)
+        self.quads = row_quads(dim, self.b.workgroup)
         self._padded = padded(dim, self.quads * QUAD)
-        self.teams = threads // self.quads
+        self.teams = self.b.workgroup // self.quads
         self.team, self.quad = divmod_const(self.b, self.b.thread_id(), self.quads)
 
     @cached_property

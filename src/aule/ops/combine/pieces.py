@@ -109,14 +109,12 @@ class RowPartials:
     ----------
     rows : int
         Rows of a block.
-    threads : int
-        Threads of a workgroup.
     aligned : bool
         As for `RowCombiner`.
     """
 
-    def __init__(self, p: Parameters, piece: Piece, rows: int, threads: int, aligned: bool) -> None:
-        self.p, self.b, self.piece, self.rows, self.threads, self.aligned = p, p.b, piece, rows, threads, aligned
+    def __init__(self, p: Parameters, piece: Piece, rows: int, aligned: bool) -> None:
+        self.p, self.b, self.piece, self.rows, self.aligned = p, p.b, piece, rows, aligned
 
     def _number(self, row: Value) -> Value:
         """Number of a row among all rows of split blocks."""
@@ -141,7 +139,7 @@ class RowPartials:
         p = self.p
 
         def combine() -> None:
-            combiner = RowCombiner(p, self.aligned, self.threads, _PARTS_AT_ONCE, "readwrite")
+            combiner = RowCombiner(p, self.aligned, _PARTS_AT_ONCE, "readwrite")
             combiner.combine_rows_per_team(
                 rows,
                 self.piece.parts,

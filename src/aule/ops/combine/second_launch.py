@@ -65,6 +65,6 @@ def build_combine(config: CombineConfig, target: Target, name: str = KERNEL_NAME
         exists = exists & (token < extent.seq_q) & (extent.seq_q <= tokens)
     row = Row(number, batch, head, token, extent)
     with b.if_(exists):
-        combiner = RowCombiner(p, config.aligned, config.threads, _AT_ONCE, "read")
+        combiner = RowCombiner(p, config.aligned, _AT_ONCE, "read")
         combiner.combine_row(row, p.number("splits"))
     return b.finish()

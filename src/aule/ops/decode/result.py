@@ -7,7 +7,7 @@ from dataclasses import replace
 from aule.ir import Value
 from aule.ir.types import f32, i32
 from aule.ops.combine.partials import Row, RowCombiner, finish_row
-from aule.ops.combine.workgroup import Threads, WorkgroupPartials
+from aule.ops.combine.workgroup import WorkgroupPartials
 from aule.ops.decode.work_range import WorkRange
 from aule.ops.shared.parameters import Access
 from aule.ops.shared.tickets import when_last
@@ -22,7 +22,7 @@ class Result:
         self.work, self.b, self.p, self.config = work, work.b, work.p, work.config
         self._access: Access = "readwrite" if work.config.last_workgroup_combines else "write"
 
-    def combine(self, partials: WorkgroupPartials, threads: Threads) -> None:
+    def combine(self, partials: WorkgroupPartials) -> None:
         """Combine the partial results of the workgroup's subgroups, or of its cluster, and store the rows."""
         work, config = self.work, self.config
 
@@ -35,9 +35,9 @@ class Result:
             return work.rows - work.row0
 
         if config.cluster > 1:
-            partials.combine_cluster(count, config.cluster, work.split, threads, store)
+            partials.combine_cluster(count, work.split, store)
             return
-        partials.combine(count, threads, store)
+        partials.combine(count, store)
         if not config.last_workgroup_combines:  # `combine_splits` begins with a barrier
             # See `aule.ops.attention.simt.forward`: PoCL 3.1 needs a barrier after the last condition.
             self.b.barrier()
@@ -51,8 +51,7 @@ class Result:
             return Row(self._row_number(number), work.batch, head, token, work.extent)
 
         def combine() -> None:
-            threads, at_once = config.shape.threads, config.partials_at_once
-            combiner = RowCombiner(self.p, config.aligned[3], threads, at_once, "readwrite")
+            combiner = RowCombiner(self.p, config.aligned[3], config.partials_at_once, "readwrite")
             if 2 * config.fixed_rows > combiner.teams:  # no two teams for a row
                 combiner.combine_rows_per_team(b.const(config.fixed_rows, i32), work.splits, row_of, 1)
             else:

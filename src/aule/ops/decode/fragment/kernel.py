@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from aule import tuning
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, f16, f32, i32, u32
-from aule.ops.combine.workgroup import Threads, WorkgroupPartials
+from aule.ops.combine.workgroup import WorkgroupPartials
 from aule.ops.decode.config import FragmentDecodeConfig
 from aule.ops.decode.fragment.loads import KeyLoads, Prefetch, Scales, Step
 from aule.ops.decode.fragment.queries import Queries
@@ -324,7 +324,7 @@ class _Decode:
         for mask in self._key_masks:
             totals = [x + b.shuffle_xor(x, mask) for x in totals]
         most_rows = self.config.most_rows
-        partials = WorkgroupPartials(b, shape.subgroups, most_rows, layout.padded)
+        partials = WorkgroupPartials(b, engine.thread, shape.subgroups, most_rows, layout.padded, QUAD)
         unit = 1.0 / layout.unit
         fragments = values(O)
         for row, total in zip(rows, totals, strict=True):
@@ -338,4 +338,4 @@ class _Decode:
                 for piece in range(layout.pieces):
                     part = sums[piece * layout.run : (piece + 1) * layout.run]
                     partials.store_columns(engine.subgroup, row.number, layout.column(piece), part)
-        self.result.combine(partials, Threads(engine.thread, shape.threads, QUAD))
+        self.result.combine(partials)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -152,7 +152,7 @@ class _Choice:
         Fewest keys of a split, if a sequence is shorter than it could be.
     """
 
-    problem: DecodeProblem = field(repr=False)
+    problem: DecodeProblem
     tokens: int
     shape: AnyShape
     splits: int

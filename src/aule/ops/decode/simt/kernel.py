@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32
-from aule.ops.combine.workgroup import Threads, WorkgroupPartials
+from aule.ops.combine.workgroup import WorkgroupPartials
 from aule.ops.decode.config import DecodeConfig
 from aule.ops.decode.result import Result
 from aule.ops.decode.simt.loads import KeyLoads
@@ -253,7 +253,7 @@ class _Decode:
         b, shape, team, loads = self.b, self.shape, self.team, self.loads
         pieces, padded = shape.pieces(self.config.value_dim), shape.padded(self.config.value_dim)
         part = loads.subgroup if shape.subgroup else loads.member
-        partials = WorkgroupPartials(b, shape.subgroups, shape.rows, padded)
+        partials = WorkgroupPartials(b, team.thread, shape.subgroups, shape.rows, padded, min(QUAD, shape.run))
         first = team.owned(shape.rows)
         # By now all teams of a subgroup hold its sums; without subgroups, each team holds its own.
         with b.if_(b.eq(loads.member, 0) if shape.subgroup else loads.member >= 0):
@@ -266,7 +266,7 @@ class _Decode:
                 for piece in range(pieces):
                     columns = values(variables[piece * shape.run : (piece + 1) * shape.run])
                     partials.store_columns(part, row, loads.column(piece), columns)
-        self.result.combine(partials, Threads(team.thread, shape.threads, min(QUAD, shape.run)))
+        self.result.combine(partials)
 
 
 def _dot(b: Builder, x: list[Value], y: list[Value]) -> Value:
