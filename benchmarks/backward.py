@@ -1,4 +1,4 @@
-"""Our backward pass on a GPU and PyTorch's, side by side in one run, each result checked against float64 before timing.
+"""Compares the backward pass on a GPU with PyTorch's, in one run; results are checked against float64 before timing.
 
     python benchmarks/backward.py [--csv FILE] [--dtype float32]
 

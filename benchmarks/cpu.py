@@ -1,9 +1,9 @@
-"""The CPU engine and PyTorch's attention, side by side in one run, each result checked against float64 before timing.
+"""Compares the CPU engine with PyTorch's attention, in one run; results are checked against float64 before timing.
 
     python benchmarks/cpu.py [--csv FILE] [--plot FILE] [--only TEXT] [--rounds N]
 
-PyTorch is timed with its default number of threads and with each other one up to the number of cores; a ratio is that
-of the best of them to ours. Rounds alternate between the two, and a ratio is the median over rounds: the machine may be
+PyTorch is timed with its default number of threads and with every number up to that of the cores; ratios are those of
+its best time to ours. Rounds alternate between the two, and a ratio is the median over rounds: the machine may be
 noisy, but both see the same noise. The processor's own peak, independent fused multiply-adds on all threads, is
 measured in the same rounds; shares of it are those of the best rounds of either.
 """

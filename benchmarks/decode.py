@@ -1,21 +1,20 @@
-"""Decoding beside PyTorch: one query token for each sequence against long caches, contiguous, paged and quantised.
+"""Compares decoding with PyTorch: one query token for each sequence, long caches, contiguous, paged and quantised.
 
     python benchmarks/decode.py [--cases a,b] [--no-flex] [--no-vulkan] [--csv FILE]
     python benchmarks/decode.py --tune CASE[,CASE] [--backend B] [--at-once N] ALTERNATIVE ...
 
 bf16, 32 query and 8 key heads, d128. Peers in the same run: `F.scaled_dot_product_attention(enable_gqa=True)` with its
-best backend, and FlexAttention compiled (FlexDecoding), both on contiguous bf16, so once for all cases that have this
-in common. Device times are those of a CUDA graph of many calls; through Vulkan, of many in one command buffer, each
-waiting for the one before, by timestamps around them; "host" is the time of a call, launches and Python and all, when
-many are queued one after the other. GB/s counts the bytes of K and V (and scales) once. Every result is checked
-against float64 first. Before the first case, a process for each has its kernels compiled into the caches on disk, all
-at the same time.
+best backend, and FlexAttention compiled (FlexDecoding), both on contiguous bf16, timed once for all cases that share
+it. Device times are those of a CUDA graph of many calls; through Vulkan, timestamps around many calls in one command
+buffer, each waiting for the one before. "host" is the time of a call, Python and launches included, when many are
+queued. GB/s counts the bytes of K and V (and scales) once. Every result is checked against float64 first. Before the
+first case, one process per case compiles its kernels into the caches on disk, all at the same time.
 
-An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
-what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
-the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the plan chooses comes first. Where
-sequences are split, each is timed with the parts combined by the last workgroup, by a second launch, and by a cluster;
-``--at-once`` is the number of parts that a thread of the last workgroup loads at a time.
+An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the simt kernel, with ``-`` for the table's
+value, optionally followed by rows and run: ``4:8:128:-:4:8``. ``m:blocks:subgroups:registers:splits`` is one of the
+kernel on matrix units. The planner's choice comes first. If sequences are split, each alternative is timed with the
+parts combined by the last workgroup, by a second launch, and by a cluster; ``--at-once`` is the number of parts that a
+thread of the last workgroup loads at a time.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from aule.engine.memory import device_scratch
 from aule.engine.probe import find_layout
 from aule.engine.run import prepare
 from aule.errors import AuleError
-from aule.ops.combine import last_workgroup as last
 from aule.ops.decode.config import FragmentDecodeShape
+from aule.ops.decode.plan import decode as planner
 from aule.ops.decode.plan.decode import decode_views, plan_decode
 from aule.ops.decode.plan.shapes import choose_decode_shape
 from aule.ops.decode.validate import decode_problem
@@ -446,7 +445,6 @@ def main() -> None:
     parser.add_argument("--csv")
     parser.add_argument("--tune")
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--at-once", type=int)
     parser.add_argument("alternatives", nargs="*")
     args = parser.parse_args()
     names = args.cases.split(",")
@@ -457,8 +455,6 @@ def main() -> None:
         return
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
-    if args.at_once:
-        last.AT_ONCE = args.at_once
     if args.tune:
         warm_up()
         tune(args.tune, args.alternatives, args.backend)

@@ -1,12 +1,12 @@
-"""Decoding on the CPU engine, beside PyTorch's attention over the same keys, in one run.
+"""Compares decoding on the CPU engine with PyTorch's attention over the same keys, in one run.
 
     python benchmarks/decode_cpu.py [--one-thread] [--csv FILE] [--only TEXT] [--rounds N]
 
 Each case is one query token of each sequence over its cache. Ours is computed over a contiguous cache and over pages in
 random order, in the cache's dtype, int8 and fp8; PyTorch's over the contiguous one, with ``enable_gqa`` and the better
 number of threads. Every result is checked against float64 first. Rounds alternate between all of them, and ratios are
-medians over rounds. With ``--one-thread`` all run on one thread and are measured by its own time, the least of all
-rounds: for machines that have other work to do.
+medians over rounds. With ``--one-thread`` all run on one thread and its CPU time is measured, the least of all rounds:
+for machines with other load.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Masked, windowed and grouped attention on a GPU: aule beside PyTorch's FlexAttention, compiled, on the same mask.
+"""Compares masked, windowed and grouped attention on a GPU with PyTorch's FlexAttention, compiled, on the same mask.
 
     python benchmarks/flex.py [--csv FILE] [--backward] [--cases causal,documents] [--dims 64,128]
 
 bf16, batch 4, 16 query heads, S 4096, d128 and d64; every result checked against float64 on the last head. The last
-cases give the mask as a tensor: ours as ``mask``, which is looked at anew with every call, FlexAttention's as a block
-mask made of it before, which is not timed.
+cases give the mask as a tensor: aule reads ``mask`` in every call; FlexAttention gets a block mask made from it before
+timing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Our forward pass and PyTorch's, side by side in one run, each result checked against float64 before it is timed.
+"""Compares the forward pass with PyTorch's, in one run; results are checked against float64 before timing.
 
     python benchmarks/forward.py [--csv FILE] [--dtype float32] [--quick]
 
 On a CUDA machine: PyTorch's EFFICIENT_ATTENTION (fp32, TF32 off) or FLASH_ATTENTION (half), aule through CUDA on the
-same tensors, and aule through Vulkan where it is found; in half precision cuDNN's figure too. B·S = 16384, H·D = 2048
-(d256 in half precision only). Also the host's cost of a repeated
-call, the first call with a cold and with a warm disk cache, and the extra device memory at S = 16384.
+same tensors, and aule through Vulkan where it is found; in half precision cuDNN, too. B·S = 16384, H·D = 2048 (d256 in
+half precision only). Also measured: host time of a repeated call, time of the first call with a cold and a warm disk
+cache, and extra device memory at S = 16384.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""The ops beside attention, ours and PyTorch's in one run, each result checked against float64 before it is timed.
+"""Compares row operations with PyTorch's, in one run; results are checked against float64 before timing.
 
     python benchmarks/fused.py [--csv FILE] [--ops rms_norm,swiglu] [--lengths 1024,4096] [--mib 64,1024] [--no-compile]
     python benchmarks/fused.py --sweep rms_norm,layer_norm --ways "prefetch=1,2 parts=1,2,4"   # fields of SumTuning
     python benchmarks/fused.py --cpu [--one-thread] [--csv FILE]  # PyTorch eager on the CPU, fp32 and bf16
 
 On a CUDA machine, bf16: a plain copy of as many bytes, PyTorch eager, torch.compile, aule on the same tensors, and aule
-through Vulkan where it is found. Figures are terabytes a second of what has to be read and written at least. Calls are
-timed as CUDA graphs of as many as take some 400 us, so that neither the host's time nor a graph's launch counts for
-anyone; through Vulkan as many are in one command buffer, each waiting for the one before. All take turns fifteen times,
-of which the median counts. Each op and length has a process of its own: all of them compile at the same time, since
-that takes longest, and then have the GPU to themselves one after the other.
+through Vulkan where it is found. Figures are terabytes per second of the bytes that must be read and written. A CUDA
+graph holds enough calls for about 400 us, so that host time and the graph's launch do not count; through Vulkan as many
+calls are in one command buffer, each waiting for the one before. Candidates alternate for fifteen rounds; the median
+counts. Each op and length has its own process: all compile at the same time, then use the GPU one after the other.
 
-On the CPU calls alternate, and memory that was freed is kept, so that fresh pages count for nobody. Ratios are medians
-over rounds; with ``--one-thread`` all run on one thread and are measured by its own time, the least of all rounds: for
-machines that have other work to do.
+On the CPU calls alternate, and freed memory is reused, so that page faults do not count. Ratios are medians over
+rounds; with ``--one-thread`` all run on one thread and its CPU time is measured, the least of all rounds: for machines
+with other load.
 """
 
 from __future__ import annotations

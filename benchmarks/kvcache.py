@@ -1,11 +1,11 @@
-"""Writing into a paged cache beside PyTorch: new tokens rotated, quantised and scattered into their pages.
+"""Compares writes into a paged cache with PyTorch: new tokens rotated, quantised and scattered into their pages.
 
     python benchmarks/kvcache.py [--csv FILE]
 
 8 key heads of d128 in bf16, pages of 16. Peers in the same run: the same by PyTorch's operators, eager and compiled.
-Device times are those of a CUDA graph of many calls; "host" is what one `KVCache.append` takes, its bookkeeping and the
-copy of the slots to the device and all, when many are queued one after the other. GB/s counts the rows read and what
-is written. The last rows are a copy of pages, beside one of the same bytes by PyTorch. Every result is checked first.
+Device times are those of a CUDA graph of many calls; "host" is the time of one `KVCache.append`, with its bookkeeping
+and the copy of the slots to the device, when many are queued. GB/s counts the bytes read and written. The last rows
+compare a copy of pages with PyTorch's copy of the same bytes. Every result is checked first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""layer_norm_linear and cross_entropy, ours and PyTorch's in one run, each result checked against float64 first.
+"""Compares layer_norm_linear and cross_entropy with PyTorch's, in one run; results are checked against float64 first.
 
     python benchmarks/linear.py [--csv FILE] [--ops layer_norm_linear,cross_entropy] [--no-compile]
     python benchmarks/linear.py --sweep          # tiles of the product on mma.sync, ours alone
@@ -6,9 +6,9 @@
     python benchmarks/linear.py --cpu            # PyTorch eager on the CPU, fp32 and bf16
 
 On a CUDA machine, bf16, beside PyTorch eager and torch.compile (LayerNorm, then cuBLAS), and through Vulkan where it is
-found. layer_norm_linear is given in TFLOPS of its products, forward 2 m n k and backward twice that, cross_entropy in
-terabytes a second of the logits that have to be read and written at least, beside a copy of as many bytes. Memory is
-what a forward call that keeps what its gradient needs adds to the inputs, in MiB. Calls are timed as CUDA graphs.
+found. layer_norm_linear is given in TFLOPS of its products, forward 2 m n k and backward twice that; cross_entropy in
+terabytes per second of the logits that must be read and written, beside a copy of as many bytes. Memory is the MiB that
+a forward call adds to the inputs, with the tensors saved for its gradient. Calls are timed as CUDA graphs.
 """
 
 from __future__ import annotations

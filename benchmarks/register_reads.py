@@ -1,12 +1,12 @@
-"""How many cycles the FFMAs of the forward kernel take by their register reads; needs ptxas and nvdisasm, no GPU.
+"""Estimates the cycles of the forward kernel's FFMAs from their register reads; needs ptxas and nvdisasm, no GPU.
 
     python benchmarks/register_reads.py 128 64,64,16,8,16,16,1,0,168,1 64,128,16,8,16,16,0,64
 
 The model: an FFMA takes as many cycles as it reads registers from one of the two banks (even and odd numbers), at least
-one; an operand that the instruction before kept in the operand cache (``.reuse`` in the same place) is not read. With
-all other instructions at one cycle it bounds the rate of the simt kernel; measured rates on an H200 were 5% (three
-workgroups to a multiprocessor) to 11% (two) below that (docs/lab/README.md). Shapes as in tune_forward.py. nvdisasm
-comes with CUDA or with PyPI's nvidia-cuda-nvdisasm; NVDISASM names another.
+one; an operand that the previous instruction left in the operand cache (``.reuse`` in the same place) is not read.
+With all other instructions at one cycle this bounds the rate of the simt kernel; docs/lab/README.md compares it with
+measurements. Shapes as in tune_forward.py. nvdisasm comes with CUDA or with PyPI's nvidia-cuda-nvdisasm; NVDISASM names
+another.
 """
 
 from __future__ import annotations

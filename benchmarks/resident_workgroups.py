@@ -1,9 +1,9 @@
-"""How many workgroups reside on a multiprocessor, by their shared memory.
+"""Measures how many workgroups are resident on a multiprocessor, by their shared memory.
 
     python benchmarks/resident_workgroups.py vulkan
 
-Each does a chain of operations that wait for one another, so that up to four of 128 threads take no longer than one:
-the time of as many workgroups tells how many of them were there at once.
+Each workgroup runs a chain of dependent operations, so that up to four of 128 threads take no longer than one: the time
+of many workgroups tells how many were resident at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one form in which every benchmark leaves its figures."""
+"""The file format of benchmark results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention with rotary position embeddings, three ways in one run, each checked against float64 before it is timed.
+"""Attention with rotary position embeddings: three variants in one run, each checked against float64 before timing.
 
     python benchmarks/rope.py [--dtype bfloat16] [--csv FILE]
 
@@ -33,16 +33,16 @@ def rotated(x: Any, cos: Any, sin: Any) -> Any:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def ways(cos: Any, sin: Any, peer: SDPBackend) -> dict[str, Callable[..., Any]]:
-    turn = torch.compile(rotated, dynamic=False)
+def variants(cos: Any, sin: Any, peer: SDPBackend) -> dict[str, Callable[..., Any]]:
+    rotate = torch.compile(rotated, dynamic=False)
 
     def by_torch(q: Any, k: Any, v: Any) -> Any:
         with sdpa_kernel(peer):
-            return F.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
+            return F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
 
     return {
         "fused": lambda q, k, v: aule.flash_attention(q, k, v, causal=True, rope=(cos, sin)),
-        "before": lambda q, k, v: aule.flash_attention(turn(q, cos, sin), turn(k, cos, sin), v, causal=True),
+        "before": lambda q, k, v: aule.flash_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, causal=True),
         "torch": by_torch,
         "plain": lambda q, k, v: aule.flash_attention(q, k, v, causal=True),
     }
@@ -79,15 +79,15 @@ def compare(dtype: torch.dtype, dim: int, seq: int, table: torch.dtype) -> dict[
     dout = torch.randn(batch, heads, seq, dim, device="cuda", dtype=dtype)
     cos, sin = aule.precompute_rope_frequencies(seq, dim, device="cuda", dtype=table)
     last = [x.detach()[-1:, -1:].double().requires_grad_() for x in tensors]
-    turned = [torch.cat([a * cos.double() - b * sin.double(), b * cos.double() + a * sin.double()], -1)
-              for a, b in (x.chunk(2, -1) for x in last[:2])]  # fmt: skip
+    rotated_qk = [torch.cat([a * cos.double() - b * sin.double(), b * cos.double() + a * sin.double()], -1)
+                  for a, b in (x.chunk(2, -1) for x in last[:2])]  # fmt: skip
     with sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(*turned, last[2], is_causal=True)
+        out = F.scaled_dot_product_attention(*rotated_qk, last[2], is_causal=True)
     expected = [out, *torch.autograd.grad(out, last, dout[-1:, -1:].double())]
     peer = SDPBackend.EFFICIENT_ATTENTION if dtype == torch.float32 else SDPBackend.FLASH_ATTENTION
     row: dict[str, object] = {"dtype": str(dtype).removeprefix("torch."), "head_dim": dim, "seq": seq}
     row["table"] = str(table).removeprefix("torch.")
-    calls = ways(cos, sin, peer)
+    calls = variants(cos, sin, peer)
     errors = {name: error_of(call, tensors, dout, expected) for name, call in calls.items() if name != "plain"}
     allowed = 2e-5 if dtype == torch.float32 else 2 * errors["torch"]
     if not errors["fused"] <= allowed:

@@ -1,5 +1,4 @@
-"""The ops beside attention as benchmarks see them: tensors, PyTorch's own way to compute the same, and the check of
-ours against float64."""
+"""Row operations for benchmarks: tensors, the same by PyTorch, and the check of results against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many cycles a 16-byte read from shared memory costs a multiprocessor, by how many lanes read the same address.
+"""Measures the cycles of 16-byte reads from shared memory, by how many lanes read the same address.
 
 python benchmarks/shared_reads.py
 """

@@ -6,9 +6,9 @@
 
 Cases are head_dim:seq:kind. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers], with r: before
 it when the block's own rows stay in shared memory, or for matrix units f:rows,width,subgroups,stages[,registers[,
-columns[,held]]], the same behind fr: when the second matrix that it owns stays in registers, or for warpgroups
-(``sums`` alone) behind w:. Behind these may follow +ahead and +offset, as in `FragmentShape`.
-``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three, dQ added up by the kernel of the others; its five products
+columns[,held]]], with fr: instead of f: when the second matrix that it owns stays in registers, or with w: for
+warpgroups (``sums`` only). +ahead and +offset may follow, as in `FragmentShape`.
+``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three in one kernel that sums dQ by atomics; its five products
 are counted, and the time is that of all its launches.
 """
 

@@ -1,4 +1,4 @@
-"""Device times of calls that take turns, so that nobody is timed alone on a card whose clocks are changing."""
+"""Device times of calls that alternate, so that changing clocks affect all of them alike."""
 
 from __future__ import annotations
 

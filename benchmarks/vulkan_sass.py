@@ -1,11 +1,11 @@
-"""What NVIDIA's Vulkan driver makes of kernels: the machine code in its pipeline cache, disassembled.
+"""Disassembles the machine code that NVIDIA's Vulkan driver leaves in its pipeline cache.
 
     AULE_CACHE_DIR=/tmp/one python -c "..."                        # one call through Vulkan
     python benchmarks/vulkan_sass.py /tmp/one/vulkan/*.bin > one.sass
 
-Found out with driver 580.159.04: a pipeline is a zstd frame (from byte 100 on, where there is but one), in which words
-19 and 20 are the size of the code and where it starts, less 8 bytes. The rest needs `nvdisasm`, of the package
-nvidia-cuda-nvdisasm, and libzstd. Before a program's code its loops are listed, with their instructions by kind.
+Format found with driver 580.159.04: a pipeline is a zstd frame (from byte 100 on if there is only one), in which words
+19 and 20 are the size of the code and its start minus 8 bytes. Needs `nvdisasm`, of the package nvidia-cuda-nvdisasm,
+and libzstd. The loops of a program, with their instructions by kind, are listed before its code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoding calls that every backend is tested on: caches of all kinds, with garbage wherever nothing may look."""
+"""Decoding calls that every backend is tested on: caches of all kinds, with garbage wherever nothing may be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aule.ops.decode.sequences import E4M3
 from aule.ops.decode.validate import DecodeOperands, decode_problem
 
 NOWHERE = (-7, 10**6)
-"""Page numbers that stand where no page is used."""
+"""Page numbers in unused entries of block tables."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ EVERYTHING = {"window": (40, 3), "softcap": 3.0, "alibi": True, "sinks": True, "
 
 
 def cases() -> Iterator[Case]:
-    """Few cases that share kernels where they can: compiling them is what takes time."""
+    """Few cases that share kernels where possible, since compiling takes the time."""
     yield Case("contiguous", (70, 1, 0, 33))
     yield Case("pages", (16, 17, 0, 1, 130, 32), heads=(8, 2), dims=(64, 64), dtype="f16", page=16, shared=1)
     yield Case("pages-of-one", (5, 0, 70), heads=(8, 1), dims=(80, 80), dtype="bf16", page=1, layout="HND")

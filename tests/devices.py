@@ -1,4 +1,4 @@
-"""Which devices the tests run on: every one found, and the MSL shim."""
+"""The devices that tests run on: all that are found, and the MSL shim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aule.runtime.base import Device
 
 BACKENDS = ("cuda", "vulkan", "opencl", "webgpu", "msl-shim", "cpu", "cpu-avx2", "cpu-baseline")
 CPUS = ("cpu", "cpu-avx2", "cpu-baseline")
-"""The processor, with all of its features and with fewer."""
+"""The CPU with all of its features, and with fewer."""
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def shim() -> Device:
 
 @functools.cache
 def lowered(level: str) -> Device:
-    """The processor as if it had fewer features."""
+    """The CPU device with fewer features."""
     from aule.runtime import _cpu_llvm
     from aule.runtime.cpu import CpuDevice
 
@@ -61,9 +61,9 @@ _PARTS = {"vulkan": 0, "opencl": 1, "webgpu": 2, "metal": 0}
 
 
 def spare(device: Device, number: int, parts: int = 3) -> None:
-    """Run one case in ``parts`` on software devices, the shim, and a processor of fewer features, to spare time, most
-    of which is compiling. Each has others, so that with three together they run every case; a GPU and the processor as
-    it is run all of them themselves, and so does every device with ``AULE_FULL_GRID=1``."""
+    """Skip all but one case in ``parts`` on software devices, the shim, and a CPU with fewer features, since compiling
+    takes long. Each of these runs other cases, so that three together run all. A GPU and the unrestricted CPU run all
+    cases, and so does every device with ``AULE_FULL_GRID=1``."""
     backend = device.target.backend
     if backend == "cpu":
         mine = None if device is registry.find("cpu") else 1 if device is lowered("avx2") else 2

@@ -1,6 +1,6 @@
 """A stand-in for PyObjC's `Metal` module.
 
-It runs nothing until somebody waits for it, as a slow GPU would, so that a missing wait shows.
+Like a slow GPU it runs nothing until a wait, so that a missing wait shows.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class FakeCommand:
 
 
 def increment(command: FakeCommand) -> None:
-    """The one kernel that the tests of the runtime need."""
+    """The only kernel that the tests of the runtime need."""
     assert command.encoded is not None and command.pipeline is not None
     if command.pipeline.name == "increment":
         count, by = struct.unpack_from("<ii", command.encoded.bytes[1])

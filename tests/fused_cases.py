@@ -1,4 +1,4 @@
-"""Calls of the ops beside attention that every backend runs, what is right for them, and how far off one may be."""
+"""Calls of row operations that every backend runs, with expected results and tolerances."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Arrays = dict[str, tuple[np.ndarray, str]]
 
 @dataclass(frozen=True)
 class Case:
-    """A call: an op on rows of a shape, with what may be given or left out."""
+    """A call of an op on rows of a shape, with its optional operands."""
 
     op: str
     shape: tuple[int, ...]
@@ -127,7 +127,7 @@ def bound(spec: OpSpec, arrays: Arrays, given: Mapping[str, Any]) -> Call:
 
 
 def right(spec: OpSpec, call: Call) -> dict[str, np.ndarray]:
-    """What is right, in float64. A residual's sum is rounded before it is normalised, as it is stored."""
+    """Expected results in float64. A residual's sum is rounded before it is normalised, since it is stored rounded."""
     arrays = {name: as_float(view.storage, view.dtype) for name, view in call.views.items()}
     if "residual" in arrays and spec.name in CATALOGUE:
         total = arrays["x"].astype(np.float64) + arrays.pop("residual")
@@ -149,7 +149,7 @@ def gradient_call(spec: OpSpec, arrays: Arrays, call: Call, outs: Mapping[str, n
 
 
 def kept_gradient(case: Case, run: Callable[[OpSpec, Call], Mapping[str, np.ndarray]]) -> tuple[OpSpec, Call]:
-    """An op's gradient with all that the op keeps for it, and its call, of rows some of which are zero."""
+    """An op's gradient with all results saved for it, and its call; some rows are zero."""
     spec, arrays = CATALOGUE[case.op], operands(case)
     assert spec.gradient is not None
     for array, _ in arrays.values():
@@ -161,10 +161,10 @@ def kept_gradient(case: Case, run: Callable[[OpSpec, Call], Mapping[str, np.ndar
 
 
 def judge(call: Call, found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], gradient: bool) -> None:
-    """Every output within the project's tolerance of the reference, NaN and infinities in the same places.
+    """Assert that every output is within tolerance of the reference, with NaN and infinities in the same places.
 
-    The errors of gradients are taken relative to the gradients that came in where those are larger: with one column, or
-    one that counts, what goes out is the difference of two such.
+    Errors of gradients are relative to the incoming gradients if those are larger: with one column, or one that
+    counts, a gradient is the difference of two of them.
     """
     for name, want in expected.items():
         dtype = call.outputs[name].dtype

@@ -57,7 +57,7 @@ EMPTY_AXES: dict[str, tuple[Any, ...]] = {
     "seqs": ((0, 5), (5, 0)),
     "mask": (None, "over-heads", "key-padding", "additive-inf"),
 }
-"""Empty sequences, apart from the rest: in an empty case a pair of other options is covered by name only."""
+"""Axes of cases with empty sequences, which cover pairs of other options by name only."""
 
 SMALL_AXES: dict[str, tuple[Any, ...]] = {
     **AXES,
@@ -81,7 +81,7 @@ DROPOUT_AXES: dict[str, tuple[Any, ...]] = {
     "mask": (None, "over-heads", "additive-inf"),
     "dropout": (0.25, 0.9),
 }
-"""Dropout, apart from the rest, so that it costs no case without it."""
+"""Axes of cases with dropout, separate so that none of the other cases is lost."""
 
 SMALL_DROPOUT_AXES: dict[str, tuple[Any, ...]] = {
     **{name: values[:2] for name, values in SMALL_AXES.items()},
@@ -330,7 +330,7 @@ def rounded_to(x: Array, factor: str) -> Array:
 
 
 def expected(case: Case, inputs: Mapping[str, Array]) -> Expected:
-    """What a backend must come close to, for `aule.ops.attention.reference.compare`."""
+    """Expected results, for `aule.ops.attention.reference.compare`."""
     problem, _ = case_problem(case, inputs)
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
     return expect(problem, **arrays)

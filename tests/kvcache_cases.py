@@ -1,4 +1,4 @@
-"""Appends that every device makes: rows, caches and places, and what NumPy puts there."""
+"""Appends that every device is tested on: rows, caches and places, and NumPy's results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Case:
     rope: str = "f32"
     heads_first: bool = False
     """The new rows are a transposed view, and so are the caches (layout "HND")."""
-    wild: bool = False
+    nonfinite: bool = False
     """Some rows hold Inf, NaN, nothing but zeros, or numbers too small for a scale."""
 
     def __str__(self) -> str:
-        turned = f"-rope{self.rotary_dim}{'i' if self.interleaved else ''}" if self.rotary_dim else ""
-        flags = f"{'-hnd' if self.heads_first else ''}{'-wild' if self.wild else ''}"
-        return f"{self.dtype}-d{self.head_dim}-{self.value_dim}-{self.quantize}{turned}{flags}"
+        rope = f"-rope{self.rotary_dim}{'i' if self.interleaved else ''}" if self.rotary_dim else ""
+        flags = f"{'-hnd' if self.heads_first else ''}{'-nonfinite' if self.nonfinite else ''}"
+        return f"{self.dtype}-d{self.head_dim}-{self.value_dim}-{self.quantize}{rope}{flags}"
 
 
 CASES = [
@@ -46,9 +46,9 @@ CASES = [
     Case("bf16", 64, 32, rotary_dim=64, heads_first=True),
     Case("f16", 64, 64, rotary_dim=32, interleaved=True, rope="f16"),
     Case("f32", 7, 5, "int8", rotary_dim=6, interleaved=True),
-    Case("bf16", 64, 64, "int8", rotary_dim=64, wild=True),
+    Case("bf16", 64, 64, "int8", rotary_dim=64, nonfinite=True),
     Case("f32", 48, 16, "fp8", rotary_dim=48, heads_first=True),
-    Case("f16", 64, 64, "fp8", wild=True),
+    Case("f16", 64, 64, "fp8", nonfinite=True),
 ]
 
 
@@ -64,7 +64,7 @@ def make(case: Case) -> tuple[AppendProblem, dict[str, TensorView]]:
     def rows(dim: int) -> TensorView:
         shape = (batch, heads, each, dim) if case.heads_first else (batch, each, heads, dim)
         values = rng.standard_normal(shape).astype(np.float32)
-        if case.wild:
+        if case.nonfinite:
             flat = values.reshape(-1, dim)
             flat[0, 1], flat[1, 0], flat[2], flat[3] = np.inf, np.nan, 0.0, 1e-38
             flat[4, 0] = 3e4
@@ -97,7 +97,7 @@ def make(case: Case) -> tuple[AppendProblem, dict[str, TensorView]]:
 
 
 def expected(problem: AppendProblem, views: dict[str, TensorView]) -> dict[str, np.ndarray]:
-    """The caches after the append, as NumPy makes them."""
+    """The caches after the append, by NumPy."""
     fresh = {name: v if not written(name) else view(v.dtype, v.storage.copy(order="K")) for name, v in views.items()}
     numpy_append.append(problem, fresh)
     return {name: v.storage for name, v in fresh.items() if written(name)}

@@ -1,4 +1,4 @@
-"""Ops of the catalogue on NumPy arrays, by a device's plan: run on that device, or in the interpreter."""
+"""Runs operations of the catalogue on NumPy arrays by a device's plan, on that device or in the interpreter."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def bound(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any]) -> Call:
 
 
 def run(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], device: Device | None) -> dict[str, Any]:
-    """All outputs as numbers; None stands for NumPy."""
+    """Run a call on a device, or with NumPy if None; returns all outputs as floats."""
     call = bound(spec, arrays, options)
     return {name: as_float(x, call.outputs[name].dtype) for name, x in on_host(spec, call, device).items()}
 
 
 def layouts_of(device: Target) -> dict[str, FragmentLayout]:
-    """How the fragments of a device lie, as the interpreter wants it."""
+    """Layouts of a target's fragments, as the interpreter takes them."""
     results = device.matrix_layout
     left, right = device.matrix_factors or (results, device.matrix_right)
     return {
@@ -45,7 +45,7 @@ def layouts_of(device: Target) -> dict[str, FragmentLayout]:
 
 
 def interpreted(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """The same by the launches that a target would have, with the sanitizer's eyes on them."""
+    """Run a call by a target's launches on the interpreter, with the sanitizer on."""
     call = bound(spec, arrays, options)
     plan = spec.plan(call.problem, {**call.views, **result_views(call)}, target)
     results = {name: np.zeros(x.shape, STORED[x.dtype]) for name, x in call.outputs.items()}
@@ -63,24 +63,24 @@ def interpreted(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], target
 
 
 def reference(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What is right, in float64."""
+    """Expected results in float64."""
     call = bound(spec, arrays, options)
     values = {name: as_float(x.storage, x.dtype) for name, x in call.views.items()}
     return spec.reference(call, values)
 
 
 def error(found: Any, right: Any) -> float:
-    """The largest difference over the largest right number."""
+    """The largest difference over the largest expected number."""
     return float(np.max(np.abs(found - right)) / max(np.max(np.abs(right)), 1e-30))
 
 
 def unwritten(words: int) -> np.ndarray:
-    """A workspace as a launch finds it: no two words alike, so that one that nobody wrote is right by no chance."""
+    """A workspace before a launch: all words differ, so that a word that was never written is not right by chance."""
     return np.random.default_rng(words).integers(-(2**31), 2**31, words, dtype=np.int32)
 
 
 def run_step(step: Step, memory: Arrays, device: Target) -> None:
-    """One launch in the interpreter, on memory by name; workspaces are what the kernel takes them for."""
+    """Run one launch in the interpreter, on memory by name; workspaces have the kernel's element types."""
     kernel = step.build(step.config, device)
     verify(kernel)
     arguments = []

@@ -1,5 +1,5 @@
-"""Small kernels that together use every operation, for tests of passes and renderers: each is run by the interpreter
-and by what is tested, on the same arguments."""
+"""Small kernels that together use every operation, for tests of passes and renderers: results are compared with the
+interpreter's."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ def casts() -> Iterator[Case]:
 
 
 def returns(data: Array) -> Iterator[Case]:
-    """Numbers that are rounded and widened again without having been in memory: a compiler must not leave that out."""
+    """Numbers that are rounded and widened again without a store: a compiler must not remove the rounding."""
     data = np.where(np.abs(data) < 1e-33, np.float32(0), data)  # no subnormal f32 on the way, which devices may flush
     for target in (f16, bf16):
 
@@ -926,7 +926,7 @@ def fragments() -> Iterator[Case]:
 
 
 def differences(case: Case, expected: list[Any], got: list[Any], tolerance: float | None = None) -> str:
-    """What is wrong with the buffers of a run; empty when nothing is."""
+    """Differences between the buffers of a run and the expected ones; empty if there are none."""
     limit = case.tolerance if tolerance is None else tolerance
     for name, elem, want, have in zip((p.name for p in case.kernel.params), case.elems, expected, got, strict=True):
         if not isinstance(want, np.ndarray):

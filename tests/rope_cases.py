@@ -1,4 +1,4 @@
-"""Attention with rotated q and k: cases, their inputs, and rotation by another way than the package's own."""
+"""Attention with rotated q and k: cases, their inputs, and a rotation that is independent of the package's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
 
 
 def make_inputs(case: Case, seed: int = 0, positions: int | None = None) -> dict[str, Array]:
-    """q, k, v, and the tables, by the names of `attention_problem`; the angles mean nothing."""
+    """q, k, v and tables of random angles, by the names of `attention_problem`."""
     rng = np.random.default_rng(seed)
     dtype = grid.NUMPY_DTYPES[case.dtype]
     (seq_q, seq_kv), (dim, value_dim) = case.lengths, case.dims
@@ -67,7 +67,7 @@ def reference_arrays(inputs: dict[str, Array], operands: Operands) -> dict[str, 
     return {**{name: inputs[name] for name in "qkv"}, "cos": operands.cos.storage, "sin": operands.sin.storage}
 
 
-def turned(case: Case, inputs: dict[str, Array], name: str, x: Array, back: bool = False) -> Array:
+def rotated(case: Case, inputs: dict[str, Array], name: str, x: Array, back: bool = False) -> Array:
     """q, k or a gradient of one, rotated in fp64 as complex numbers."""
     shift = case.lengths[1] - case.lengths[0] if case.align == "bottom-right" else 0
     first, half = max(shift if "q" in name else -shift, 0), case.rotary // 2
@@ -87,12 +87,12 @@ def unrotated(
 ) -> tuple[AttentionProblem, dict[str, Array]]:
     """The problem of arrays that are rotated already, in fp64."""
     arrays = {name: to_f64(inputs[name], case.dtype) for name in "qkv"}
-    arrays |= {name: turned(case, inputs, name, arrays[name]) for name in "qk"}
+    arrays |= {name: rotated(case, inputs, name, arrays[name]) for name in "qk"}
     return replace(problem, rope=None, dtype="f64"), arrays
 
 
 def judge(case: Case, device: Device, deterministic: bool = False) -> str:
-    """What is wrong with a device's result and gradients; empty when nothing is."""
+    """Errors of a device's result and gradients; empty if there are none."""
     inputs = make_inputs(case)
     problem, operands = case_problem(case, inputs, deterministic=deterministic)
     arrays = reference_arrays(inputs, operands)

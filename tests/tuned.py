@@ -1,4 +1,4 @@
-"""Tuning records of a test in place of the tables'."""
+"""Replaces tuning records for a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aule.tuning import Record, lookup
 
 
 def replace_records(monkeypatch: pytest.MonkeyPatch, uses: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Let each of these ops have records with these uses, which apply always, and no others."""
+    """Give each of these ops only records with these uses, which always apply."""
     found = {op: tuple(Record(op, {}, use) for use in each) for op, each in uses.items()}
     original = lookup.records
 

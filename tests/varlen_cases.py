@@ -40,7 +40,7 @@ EVERYTHING = {
 
 
 def cases(lengths: tuple[tuple[int, ...], tuple[int, ...]] = MIXED) -> Iterator[Case]:
-    """Cases of mixed lengths, and of those that come up by themselves."""
+    """Cases of mixed lengths, then of special ones: no keys, no rows, no sequences, one sequence."""
     yield Case("plain", *lengths)
     yield Case("causal", *lengths, options={"causal": True})
     yield Case("top-left", *lengths, dims=(40, 24), options={"causal": True, "causal_align": "top-left"})

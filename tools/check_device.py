@@ -1,16 +1,16 @@
-"""Checks the whole library on a machine with a GPU, in parallel and within a time limit.
+"""Checks the library on a machine with a GPU, in parallel and within a time limit.
 
     python tools/check_device.py --limit 130                      everything
     python tools/check_device.py --limit 60 --only grids,big      some parts
     python tools/check_device.py --limit 60 --backends vulkan --out FOLDER
 
-Parts: ``grids`` are the pairwise grids of attention, forward, gradients and deterministic gradients; ``tests`` what
-else is marked `device` for these backends, but for the tests of runtimes; ``big`` long sequences against PyTorch;
-``sanitize`` a problem for each kind of kernel under compute-sanitizer. What matters most is run first. At the end of
-the time everything is stopped, and the summary says what was not run. The exit status is 1 where something failed, 2
-where nothing did but something was not run, else 0.
+Parts: ``grids`` are the pairwise grids of attention, forward, gradients and deterministic gradients; ``tests`` all
+other tests marked `device` for these backends, except those of runtimes; ``big`` long sequences against PyTorch;
+``sanitize`` a problem for each kind of kernel under compute-sanitizer. The most important tests run first. When time is
+up everything is stopped, and the summary lists what was not run. The exit status is 1 if a test failed, 2 if none
+failed but some were not run, otherwise 0.
 
-With ``--out`` the summary, the text of every failure, a line for each test and the sanitizer's reports are kept there.
+``--out`` saves the summary, the text of every failure, a line for each test and the sanitizer's reports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The offline compilers: what each makes of a kernel at its default tiles. No GPU is needed.
+"""The offline compilers, run on kernels at their default tiles. No GPU is needed.
 
 ptxas compiles for NVIDIA, Mesa's null device (``RADV_FORCE_FAMILY``) for AMD, ocloc for Intel. `compile_table.py`
-writes what they say to ``docs/compiled.md``, tests look at parts of it.
+writes their reports to ``docs/compiled.md``; tests check parts of them.
 """
 
 from __future__ import annotations

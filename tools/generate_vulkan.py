@@ -4,8 +4,8 @@ Usage::
 
     python tools/generate_vulkan.py [/usr/share/vulkan/registry/vk.xml] [--check]
 
-Only the commands, structs and constants named below are written; what they depend on is pulled in by itself.
-``--check`` writes nothing and exits 1 when the committed file is not what would be written.
+Only the commands, structs and constants named below are written; their dependencies follow automatically.
+``--check`` writes nothing and exits 1 if the committed file is stale.
 """
 
 from __future__ import annotations

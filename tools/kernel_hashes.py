@@ -1,13 +1,13 @@
 """Renders a fixed list of kernels for many devices and compares their hashes with `tests/kernel_hashes.txt`.
 
-    python tools/kernel_hashes.py --check            # what changed, was added or removed; exit code 1 if anything was
-    python tools/kernel_hashes.py --write            # a change of kernels is meant: write the list again
+    python tools/kernel_hashes.py --check            # lists what changed, was added or removed; exit code 1 if any
+    python tools/kernel_hashes.py --write            # writes the list again, after an intended change
     python tools/kernel_hashes.py --only h200-cuda   # print the lines whose names contain a text
 
-No device is needed. `kernel_targets.py` has the devices, `kernel_problems.py` the problems. A line is a name, the hash
-of the rendered kernel with all that a driver is told of it, and the hash of its launch: grid, scalars in the order of
-the kernel's parameters, memory. A launch's name is its problem's and its place in the plan. Neither hash depends on the
-name of a module, a class or a field of a configuration: a commit that only moves and renames keeps every line.
+No device is needed. `kernel_targets.py` has the devices, `kernel_problems.py` the problems. A line has a name (the
+problem and the launch's place in the plan), the hash of the rendered kernel with everything passed to the driver, and
+the hash of its launch: grid, scalars in the order of the kernel's parameters, memory. Neither hash depends on the name
+of a module, a class or a field of a configuration: a commit that only moves and renames keeps every line.
 """
 
 from __future__ import annotations

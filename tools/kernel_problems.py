@@ -1,7 +1,7 @@
 """The problems for which `kernel_hashes.py` renders kernels: an op, its shapes and dtypes, and its options, as words.
 
-`problems` lists them for a target. Every target has the first list of an op whole. Of the second, which is long, one
-target has all and the others a share; which one follows from the name alone, so that a new problem moves no other.
+`problems` lists them for a target. Every target has all of the first list of an op. One target has all of the second,
+long list, the others a share, chosen by name alone, so that a new problem moves no other.
 """
 
 from __future__ import annotations

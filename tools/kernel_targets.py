@@ -1,4 +1,4 @@
-"""Devices by hand, for which `kernel_hashes.py` renders kernels: none of them has to be there."""
+"""Targets written by hand, for which `kernel_hashes.py` renders kernels; none of the devices has to be present."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A pytest plugin with which several processes take tests from one list: what `check_device.py` starts them with.
+"""A pytest plugin of `check_device.py`: several processes take tests from one list.
 
     python -m pytest -p shared_tests --shared FOLDER --backends cuda,vulkan -m device tests
 
-Every process collects the same tests in the same order, and draws the next from a number that they share. What became
-of each is written down at once, a line of JSON for its start and one for its end, so that a process that is killed
-leaves behind all that it did and the name of what it was at.
+Every process collects the same tests in the same order, and draws the next from a shared counter. The start and the end
+of each test are written at once, as a line of JSON each, so that the results of a process that is killed, and the name
+of its last test, are known.
 """
 
 from __future__ import annotations

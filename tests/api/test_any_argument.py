@@ -1,5 +1,5 @@
-"""Anything in the place of any argument of a public function: an error of ours, which says what was wrong, or a result;
-never an exception from deep inside, and the library is usable afterwards."""
+"""Any value for any argument of a public function gives a result or an aule error that says what was wrong; the library
+stays usable."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def ones(*shape: int) -> Array:
     return np.ones(shape, np.float32)
 
 
-def whole(*numbers: Any) -> Array:
+def ints(*numbers: Any) -> Array:
     return np.array(numbers, np.int32)
 
 
 QKV = {"q": ones(2, 4, 8, 16), "k": ones(2, 4, 8, 16), "v": ones(2, 4, 8, 16)}
-PACKED = {name: ones(8, 4, 16) for name in "qkv"} | {"cu_seqlens_q": whole(0, 3, 8), "cu_seqlens_k": whole(0, 3, 8)}
-TABLES = {"block_tables": whole([7, 3, 12], [7, 0, 0]), "context_lens": whole(41, 29)}
+PACKED = {name: ones(8, 4, 16) for name in "qkv"} | {"cu_seqlens_q": ints(0, 3, 8), "cu_seqlens_k": ints(0, 3, 8)}
+TABLES = {"block_tables": ints([7, 3, 12], [7, 0, 0]), "context_lens": ints(41, 29)}
 PAGED = {"q": ones(2, 8, 64), "k_cache": ones(16, 16, 2, 64), "v_cache": ones(16, 16, 2, 64)} | TABLES
 NORMED = {"x": ones(4, 64), "weight": ones(64)}
 SCORES = "causal scale window softcap alibi_slopes sinks return_lse out backend"
@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "geglu": ({"gate": ones(4, 8), "up": ones(4, 8)}, "approximate"),
     "softmax_dropout": ({"x": ones(4, 8)}, "dropout_p seed mask causal scale"),
-    "cross_entropy": ({"logits": ones(4, 8), "target": whole(0, 1, 2, 3)}, "ignore_index label_smoothing reduction"),
+    "cross_entropy": ({"logits": ones(4, 8), "target": ints(0, 1, 2, 3)}, "ignore_index label_smoothing reduction"),
     "KVCache": (
         {"num_pages": 4, "heads_kv": 2, "head_dim": 16},
         "page_size dtype layers value_dim layout quantize device backend",
@@ -96,11 +96,11 @@ def test_any_argument(function: str, kind: str) -> None:
 
 
 HEADS_LAST = {name: ones(2, 8, 4, 16) for name in "qkv"}
-CACHED = {"q": ones(2, 1, 4, 16), "k": ones(2, 1, 2, 16), "v": ones(2, 1, 2, 16), "cache_seqlens": whole(3, 4)}
-ROWS = {"k_cache": ones(2, 8, 2, 16), "v_cache": ones(2, 8, 2, 16), "cache_batch_idx": whole(1, 0)}
+CACHED = {"q": ones(2, 1, 4, 16), "k": ones(2, 1, 2, 16), "v": ones(2, 1, 2, 16), "cache_seqlens": ints(3, 4)}
+ROWS = {"k_cache": ones(2, 8, 2, 16), "v_cache": ones(2, 8, 2, 16), "cache_batch_idx": ints(1, 0)}
 ANGLES = {"rotary_cos": ones(9, 8), "rotary_sin": ones(9, 8)}
-PAGES = {"k_cache": ones(8, 4, 2, 16), "v_cache": ones(8, 4, 2, 16), "block_table": whole([0, 1], [2, 3])}
-IN_PAGES = {"k": ones(8, 4, 2, 16), "v": ones(8, 4, 2, 16), "block_table": whole([0, 1], [2, 3])}
+PAGES = {"k_cache": ones(8, 4, 2, 16), "v_cache": ones(8, 4, 2, 16), "block_table": ints([0, 1], [2, 3])}
+IN_PAGES = {"k": ones(8, 4, 2, 16), "v": ones(8, 4, 2, 16), "block_table": ints([0, 1], [2, 3])}
 SOFTMAX = "softmax_scale causal window_size softcap alibi_slopes"
 FLASH_ATTN: dict[str, tuple[str, dict[str, Any], str]] = {
     "func": ("flash_attn_func", HEADS_LAST, f"{SOFTMAX} dropout_p deterministic return_attn_probs"),

@@ -1,4 +1,4 @@
-"""Every bad input: an error of its own class, inputs untouched, and the library usable afterwards."""
+"""Every bad input raises an error of its own class, leaves inputs untouched and the library usable."""
 
 from __future__ import annotations
 

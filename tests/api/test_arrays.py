@@ -1,4 +1,4 @@
-"""NumPy and DLPack arrays: what needs no framework."""
+"""NumPy and DLPack arrays, without a framework."""
 
 from __future__ import annotations
 

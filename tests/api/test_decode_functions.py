@@ -1,4 +1,4 @@
-"""Decoding with NumPy alone: what is refused and how, merging of states, and equality with plain attention."""
+"""Decoding with NumPy: errors, merging of states, and equality with plain attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`KVCache` against a plain dictionary: whatever is done in whatever order, tokens, sharing and pages are right."""
+"""`KVCache` against a plain dictionary: tokens, sharing and pages are right after any sequence of calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the pages name exists: files, names of the code, and what is said to be a part of what; and their lines end in
-time."""
+"""Files and names of the code that the pages mention exist, and lines are short enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run, in miniature."""
+"""The examples run with small sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package as users get it: what importing it loads, what the wheel holds, and that the README is true."""
+"""The package as users get it: modules that importing it loads, contents of the wheel, and claims of the README."""
 
 from __future__ import annotations
 

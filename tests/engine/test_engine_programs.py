@@ -1,4 +1,4 @@
-"""Programs are built once per device and configuration, by whichever thread comes first."""
+"""Programs are built once per device and configuration, by the first thread that needs them."""
 
 from __future__ import annotations
 

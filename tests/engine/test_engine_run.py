@@ -1,4 +1,4 @@
-"""Plans are run in order, on memory by name; what a device or a memory source cannot honour is refused beforehand."""
+"""Plans run in order on named memory; a plan that a device or memory source cannot honour is refused when prepared."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`aule tune`: what is measured, kept and used. Software Vulkan stands in for a GPU; which shapes are faster there does
-not matter."""
+"""`aule tune`: measuring, saving and using records. Software Vulkan stands in for a GPU; its times do not matter."""
 
 from __future__ import annotations
 

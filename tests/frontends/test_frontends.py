@@ -1,4 +1,4 @@
-"""NumPy arrays, torch tensors and DLPack arrays: the same numbers, each in its caller's kind."""
+"""NumPy arrays, torch tensors and DLPack arrays give the same numbers, each as the caller's kind of array."""
 
 from __future__ import annotations
 

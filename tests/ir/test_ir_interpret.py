@@ -1,4 +1,4 @@
-"""What every operation computes, compared with NumPy or with Python's own numbers."""
+"""Results of every operation, compared with NumPy or with Python's own numbers."""
 
 from __future__ import annotations
 
@@ -365,8 +365,8 @@ def test_vectors_are_computed_lane_by_lane(lanes: int, t: Scalar) -> None:
 
     def body(b: Builder, v: Value) -> Value:
         parts = b.unpack(v)
-        turned = b.vector(parts[1:] + parts[:1])
-        return b.select(v > turned, v * 2, b.splat(parts[0], lanes))
+        shifted = b.vector(parts[1:] + parts[:1])
+        return b.select(v > shifted, v * 2, b.splat(parts[0], lanes))
 
     def plain(values: np.ndarray) -> np.ndarray:
         rows = values.reshape(-1, lanes)

@@ -1,4 +1,4 @@
-"""Each thing the sanitizer finds: a kernel that does it, and the corrected kernel, which passes.
+"""Every finding of the sanitizer: a kernel that has it, and the corrected kernel, which passes.
 
 Reports must name the lines of this file that emitted the operations.
 """

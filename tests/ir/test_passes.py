@@ -1,4 +1,4 @@
-"""Passes change how a kernel says something, never what: the interpreter runs every case before and after."""
+"""Passes keep a kernel's results: the interpreter runs every case before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops beside attention in the kernel library: every language, and NVIDIA's assembler without spills."""
+"""Row operations in the kernel library: every language, and NVIDIA's assembler without spills."""
 
 from __future__ import annotations
 

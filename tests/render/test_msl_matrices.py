@@ -1,5 +1,5 @@
-"""The kernels for matrix units in MSL, through the shim: the source that Apple's compiler would get is executed, on
-simdgroup matrices in Apple's layout. What it cannot show is Apple's compiler and Apple's hardware."""
+"""The kernels for matrix units in MSL, through the shim, which executes the source that Apple's compiler would get on
+simdgroup matrices in Apple's layout. Apple's compiler and hardware are not tested."""
 
 from __future__ import annotations
 

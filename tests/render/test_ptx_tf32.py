@@ -1,6 +1,6 @@
 """Factors of f32 in PTX: the generated code, run lane by lane in Python, multiplies the matrices it was given.
 
-Where a lane's elements lie in the operands of ``mma.m16n8k8`` is written down here as the PTX manual has it.
+The layout of the operands of ``mma.m16n8k8`` over lanes is written here as in the PTX manual.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the C-like renderers print. The goldens are for review; that the code is right is proven by executing it."""
+"""Output of the C-like renderers. The goldens are for review; executing the code proves that it is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLVM IR: what is printed, and what it computes when llvmlite compiles it for several feature sets of this machine."""
+"""LLVM IR: its text, and its results when llvmlite compiles it for several feature sets of this machine."""
 
 from __future__ import annotations
 
@@ -404,13 +404,13 @@ def test_threads_share_the_workgroups_of_a_launch(chunk: int, threads: int, work
     parts = [b.group_id(0), b.group_id(1), b.group_id(2), b.thread_id()]
     b.store(out, at * 4, b.vector(parts))
     grid = (5, 3, 4)
-    got, turned = np.zeros((4, 3, 5, workgroup, 4), np.int32), np.zeros(60 * workgroup, np.uint32)
+    got, counts = np.zeros((4, 3, 5, workgroup, 4), np.int32), np.zeros(60 * workgroup, np.uint32)
     jit, machine = level("host")
     flat = got.reshape(-1)
-    jit.run(render(b.finish(), machine), grid, [flat, turned], chunk, threads)
+    jit.run(render(b.finish(), machine), grid, [flat, counts], chunk, threads)
     z, y, x, t = np.indices((4, 3, 5, workgroup))
     np.testing.assert_array_equal(got, np.stack([x, y, z, t], -1))
-    assert (turned == 1).all()
+    assert (counts == 1).all()
 
 
 @pytest.mark.parametrize("features", [(), V3, AVX512])

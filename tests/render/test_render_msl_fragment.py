@@ -1,4 +1,4 @@
-"""Fragments in MSL: what is written, what is refused, and that the kernels fit Apple's 32 KiB of threadgroup memory."""
+"""Fragments in MSL: the text, refused kernels, and that kernels fit Apple's 32 KiB of threadgroup memory."""
 
 from __future__ import annotations
 

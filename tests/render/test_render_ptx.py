@@ -1,4 +1,4 @@
-"""PTX: every operation on every type assembles for every architecture, and the text is what the hardware likes.
+"""PTX: every operation on every type assembles for every architecture, and uses the intended instructions.
 
 Nothing here executes PTX; the kernels of `all_kernels` are plain IR, so a device test can run them too.
 """

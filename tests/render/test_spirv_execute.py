@@ -1,7 +1,7 @@
-"""SPIR-V on a Vulkan device: what is special about this renderer, against the interpreter.
+"""SPIR-V on a Vulkan device, against the interpreter: special cases of this renderer.
 
-What every backend must do is tested in ``test_render_execute.py``; here are views of buffers, arrays of vectors in
-shared memory, divided indices, rounding to f16, float controls and wide vectors.
+``test_render_execute.py`` has the cases of all backends; here are views of buffers, arrays of vectors in shared memory,
+divided indices, rounding to f16, float controls and wide vectors.
 
 Kernels with shared arrays run both with views of them (VK_KHR_workgroup_memory_explicit_layout) and without. Devices
 that lack the extension are given the views in a buffer instead: see `shared_in_a_buffer`.

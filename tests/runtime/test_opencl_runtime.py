@@ -1,4 +1,4 @@
-"""The OpenCL runtime, on whatever OpenCL device is first: PoCL where there is no GPU."""
+"""The OpenCL runtime, on the first OpenCL device found: PoCL without a GPU."""
 
 from __future__ import annotations
 

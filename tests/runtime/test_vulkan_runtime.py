@@ -1,4 +1,4 @@
-"""The Vulkan runtime against whatever device there is; made for lavapipe, Mesa's software device."""
+"""The Vulkan runtime on any device; made for lavapipe, Mesa's software device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The WebGPU runtime, on whatever adapter is first: lavapipe where there is no GPU."""
+"""The WebGPU runtime, on the first adapter found: lavapipe without a GPU."""
 
 from __future__ import annotations
 

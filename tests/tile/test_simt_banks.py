@@ -1,4 +1,4 @@
-"""Threads of the simt engine write into shared memory without meeting each other in a bank."""
+"""Threads of the simt engine write to shared memory without bank conflicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools/check_device.py` on tests made for it: it reports what failed, what ended its process and what was not run."""
+"""`tools/check_device.py` on small tests: it reports failures, tests that ended their process, and tests not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendered kernels are those of `tests/kernel_hashes.txt`, to the byte. `tools/kernel_hashes.py` looks at all."""
+"""A sample of rendered kernels equals `tests/kernel_hashes.txt`, to the byte; `tools/kernel_hashes.py` checks all."""
 
 from __future__ import annotations
 

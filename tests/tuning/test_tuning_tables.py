@@ -1,4 +1,4 @@
-"""The tuning tables: what their records say can be used, and which record a planner finds."""
+"""The tuning tables: records are usable, and planners find the right one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aule.scaled_dot_product_attention` against PyTorch's function, in every point of its meaning."""
+"""`aule.scaled_dot_product_attention` against PyTorch's function, for all of its semantics."""
 
 from __future__ import annotations
 

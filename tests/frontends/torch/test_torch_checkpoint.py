@@ -1,4 +1,4 @@
-"""Checkpointing: what a forward pass made is made again for the gradient, with the same weights dropped."""
+"""Checkpointing: the forward pass is recomputed for the gradient, and drops the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross entropy of torch tensors beside PyTorch's."""
+"""Cross entropy of torch tensors, against PyTorch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of CUDA tensors through decoding, with CPU tensors in their place and the interpreter as the device."""
+"""The CUDA path of decoding, with CPU tensors in place of CUDA's and the interpreter as the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated decoding on CPU tensors: which calls take the short way, and that what they hold is looked at on it, too."""
+"""Repeated decoding on CPU tensors: which calls take the quick path, and that it checks lengths and tables, too."""
 
 from __future__ import annotations
 

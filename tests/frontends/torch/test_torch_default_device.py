@@ -1,5 +1,5 @@
-"""CPU tensors where PyTorch makes new ones elsewhere by default (`torch.set_default_device`, `with torch.device`): each
-result lies where q does."""
+"""CPU tensors with another default device in PyTorch (`torch.set_default_device`, `with torch.device`): results are on
+the device of q."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.func: vmap folds the mapped axis into the batch; reverse-mode transforms work, others say that they do not."""
+"""torch.func: vmap folds the mapped axis into the batch; reverse-mode transforms work, others raise a clear error."""
 
 from __future__ import annotations
 

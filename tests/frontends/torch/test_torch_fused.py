@@ -1,4 +1,4 @@
-"""The ops beside attention on torch tensors: gradients against PyTorch's own, operators, compiled and mapped calls."""
+"""Row operations on torch tensors: gradients against PyTorch's own, operators, compiled and mapped calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(*shape: int, dtype: Any = torch.float32, seed: int = 0) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
-def turned(x: Any) -> Any:
+def rotated(x: Any) -> Any:
     cos, sin = ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype)
     a, b = x[..., :4], x[..., 4:8]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 8:]], -1)
@@ -65,10 +65,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, .
         lambda g, u: F.gelu(g, approximate="tanh") * u,
         [ROWS, ROWS],
     ),
-    "rope": (lambda x: aule.rope(x, ANGLES.cos(), ANGLES.sin()), turned, [HEADS]),
+    "rope": (lambda x: aule.rope(x, ANGLES.cos(), ANGLES.sin()), rotated, [HEADS]),
     "rms_norm_rope": (
         lambda x, w: aule.rms_norm_rope(x, w, ANGLES.cos(), ANGLES.sin()),
-        lambda x, w: turned(F.rms_norm(x, (10,), w, 1e-6)),
+        lambda x, w: rotated(F.rms_norm(x, (10,), w, 1e-6)),
         [HEADS, (10,)],
     ),
     "softmax_dropout": (
@@ -275,15 +275,15 @@ def test_results_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotations_past_the_caches(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits, also of gradients and of columns that are not turned; in place they do not go there."""
+    """The same bits, also of gradients and of columns that are not rotated; in place they do not go there."""
     x, weight = made(2, 3, 9, 40).requires_grad_(), made(40, seed=1).requires_grad_()
     cos, sin = aule.precompute_rope_frequencies(9, 32, device="cpu")
 
     def results() -> list[Any]:
-        turned = aule.rope(x, cos, sin, interleaved=interleaved)
+        plain = aule.rope(x, cos, sin, interleaved=interleaved)
         normal = aule.rms_norm_rope(x, weight, cos, sin, interleaved=interleaved)
-        first, second = torch.autograd.grad(turned, x, x.detach()), torch.autograd.grad(normal, (x, weight), x.detach())
-        return [turned, normal, *first, *second, aule.rope(x.detach().clone(), cos, sin, inplace=True)]
+        first, second = torch.autograd.grad(plain, x, x.detach()), torch.autograd.grad(normal, (x, weight), x.detach())
+        return [plain, normal, *first, *second, aule.rope(x.detach().clone(), cos, sin, inplace=True)]
 
     want = results()
     device = registry.find("cpu")
@@ -310,7 +310,7 @@ def test_rotated_heads_lie_as_they_did(backend: str | None) -> None:
     alike = made(1, 3, 5, 10).expand(2, 3, 5, 10)
     plain = made(*HEADS).stride()
     for x, strides in ((between, between.stride()), (some, between.stride()), (alike, plain), (made(*HEADS), plain)):
-        assert torch.allclose(call(x), turned(x), atol=1e-6)
+        assert torch.allclose(call(x), rotated(x), atol=1e-6)
         assert call(x).stride() == strides
     assert torch.compile(call, backend="aot_eager", fullgraph=True)(some).stride() == between.stride()
     torch.library.opcheck(

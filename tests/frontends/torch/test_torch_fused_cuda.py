@@ -1,5 +1,4 @@
-"""The way of CUDA tensors through the ops beside attention, with CPU tensors in their place and the interpreter as the
-device."""
+"""The CUDA path of row operations, with CPU tensors in place of CUDA's and the interpreter as the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of CUDA tensors into a cache, with CPU tensors in their place and the interpreter as the device."""
+"""The CUDA path of writes into a cache, with CPU tensors in place of CUDA's and the interpreter as the device."""
 
 from __future__ import annotations
 

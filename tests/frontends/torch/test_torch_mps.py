@@ -1,5 +1,5 @@
-"""The route of MPS tensors, whole, on CPU tensors: a stand-in for ``torch.mps.compile_shader`` compiles the very source
-with g++ and calls the kernel as PyTorch would. What it cannot show is Apple's compiler and Apple's hardware."""
+"""The complete MPS path on CPU tensors: a stand-in for ``torch.mps.compile_shader`` compiles the same source with g++
+and calls the kernel as PyTorch would. Apple's compiler and hardware are not tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that are tensors count by what they hold when a call is made, also where calls are known by their options."""
+"""Options that are tensors are read at every call, also in repeated calls."""
 
 from __future__ import annotations
 

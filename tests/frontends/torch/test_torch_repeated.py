@@ -1,4 +1,4 @@
-"""The quickest way of a repeated call, with CPU tensors in the place of CUDA's."""
+"""The quick path of repeated calls, with CPU tensors in place of CUDA's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated calls on CUDA tensors: the quickest way gives what the longer one gives, and is left where it must be."""
+"""Repeated calls on CUDA tensors: the quick path gives the same results as the full one, and is left when needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickest way of a repeated call of an op on CPU tensors: who takes it, and who must not."""
+"""The quick path of repeated row operations on CPU tensors: which calls take it, and which must not."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_other_tensors_take_the_longer_way(longer: list[str]) -> None:
     x, weight, bias = tensors()
     aule.layer_norm(x, weight, bias)
     longer.clear()
-    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
-    others = [(x[:2], weight, bias), (turned, weight, bias), (x, weight.bfloat16(), bias), (x, weight, weight)]
+    transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
+    others = [(x[:2], weight, bias), (transposed, weight, bias), (x, weight.bfloat16(), bias), (x, weight, weight)]
     for given in others:
         torch.testing.assert_close(aule.layer_norm(*given).float(), right([y.float() for y in given]))
     assert len(longer) == len(others)

@@ -1,5 +1,5 @@
-"""What autograd keeps for the backward pass may be put elsewhere, or thrown away and made again: activation
-checkpointing, offloading, hooks of one's own."""
+"""Tensors saved for the backward pass may be moved, or dropped and recomputed: activation checkpointing, offloading,
+custom hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds that are drawn for dropout, with the CPU in place of a GPU and captures that are only said to be."""
+"""Seeds of dropout, with the CPU in place of a GPU and pretended captures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tensors of devices that aule does not drive: through the host and back, forward and backward.
 
-CPU tensors stand for them, by telling the front end that they are elsewhere; ``to`` and ``cpu`` are then no copies, but
-the way is the same.
+CPU tensors stand in for them: the front end is told that they are elsewhere. ``to`` and ``cpu`` then copy nothing, but
+the path is the same.
 """
 
 from __future__ import annotations

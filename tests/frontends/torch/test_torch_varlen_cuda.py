@@ -1,4 +1,4 @@
-"""The way of CUDA tensors through packed batches, with CPU tensors in their place and the interpreter as the device."""
+"""The CUDA path of packed batches, with CPU tensors in place of CUDA's and the interpreter as the device."""
 
 from __future__ import annotations
 

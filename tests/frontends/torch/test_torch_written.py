@@ -1,7 +1,7 @@
-"""What a call writes over: it is the tensor that was given, on every route, and PyTorch knows that it has changed.
+"""Calls that write in place write to the given tensor on every path, and PyTorch knows that it has changed.
 
-Autograd finds out by a tensor's version whether what it has kept for a gradient is still what it was. A kernel that
-writes without counting makes such gradients wrong, and nobody is told.
+Autograd uses a tensor's version to find out whether a saved tensor has changed. A kernel that writes without counting
+the version up would make gradients silently wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients on every device that has them: the whole grid, and what the grid cannot show."""
+"""Gradients on every device that has them: the full grid, and cases beyond the grid."""
 
 from __future__ import annotations
 

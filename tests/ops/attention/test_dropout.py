@@ -1,4 +1,4 @@
-"""Dropout on every device: the same weights everywhere, and gradients through the same ones."""
+"""Dropout on every device: all keep the same weights, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout: the generator against its published vectors, which weights are kept, and what a caller may ask for."""
+"""Dropout: the generator against its published vectors, which weights it keeps, and its options."""
 
 from __future__ import annotations
 

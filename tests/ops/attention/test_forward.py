@@ -1,4 +1,4 @@
-"""The forward kernel on every device: the whole grid, and what the grid cannot show."""
+"""The forward kernel on every device: the full grid, and cases beyond the grid."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def test_nan_score_makes_its_rows_nan(device: Device, where: str) -> None:
     arrays = {name: random(1, 1, 8, 16, seed=i) for i, name in enumerate("qkv")}
     arrays[where][0, 0, 3, 2] = np.nan
     out, lse = run(device, arrays, causal=True, return_lse=True)
-    wild = [3] if where == "q" else range(3, 8)
-    calm = [row for row in range(8) if row not in wild]
+    nonfinite = [3] if where == "q" else range(3, 8)
+    finite = [row for row in range(8) if row not in nonfinite]
     assert lse is not None
-    assert np.isnan(out[0, 0, wild]).all() and np.isnan(lse[0, 0, wild]).all()
-    assert np.isfinite(out[0, 0, calm]).all() and np.isfinite(lse[0, 0, calm]).all()
+    assert np.isnan(out[0, 0, nonfinite]).all() and np.isnan(lse[0, 0, nonfinite]).all()
+    assert np.isfinite(out[0, 0, finite]).all() and np.isfinite(lse[0, 0, finite]).all()
 
 
 @pytest.mark.parametrize("seq_q", [1, 17, 40])

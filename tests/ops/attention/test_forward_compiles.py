@@ -1,6 +1,6 @@
 """The forward kernel at its default tiles goes through every vendor's compiler, without spills. No GPU is needed.
 
-`tools/compilers.py` has the compilers, `tools/compile_table.py` writes the whole table; here is a quick part of it.
+`tools/compilers.py` has the compilers, `tools/compile_table.py` writes the full table; here is a quick part of it.
 """
 
 from __future__ import annotations

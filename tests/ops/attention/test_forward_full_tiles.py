@@ -39,7 +39,7 @@ def views_of(problem: AttentionProblem) -> dict[str, TensorView]:
     return {n: TensorView(problem.dtype, d, contiguous_strides(d), "device", None) for n, d in dims.items()}
 
 
-def whole(problem: AttentionProblem, **more: TensorView) -> bool:
+def full(problem: AttentionProblem, **more: TensorView) -> bool:
     config = plan_forward(problem, views_of(problem) | more, TARGET).steps[-1].config
     return isinstance(config, FragmentConfig) and config.full_tiles
 
@@ -49,16 +49,16 @@ def test_where_tiles_are_full(dim: int) -> None:
     def problem(seq_q: int = 256, seq_kv: int = 192, value_dim: int = dim, **options: Any) -> AttentionProblem:
         return AttentionProblem(1, 4, 2, seq_q, seq_kv, dim, value_dim, "f16", 0.1, **options)
 
-    assert whole(problem()) and whole(problem(sinks=True, return_lse=True))
-    assert not whole(problem(seq_q=200)) and not whole(problem(seq_kv=200)) and not whole(problem(seq_kv=0))
-    assert not whole(problem(value_dim=dim - 8))  # the last fragment has columns that are not there
-    assert not whole(problem(causal=True)) and not whole(problem(softcap=3.0)) and not whole(problem(dropout_p=0.1))
-    assert whole(problem(seq_q=128, seq_kv=64, window=(200, 200)))  # the band reaches beyond all keys
+    assert full(problem()) and full(problem(sinks=True, return_lse=True))
+    assert not full(problem(seq_q=200)) and not full(problem(seq_kv=200)) and not full(problem(seq_kv=0))
+    assert not full(problem(value_dim=dim - 8))  # the last fragment has columns that are not there
+    assert not full(problem(causal=True)) and not full(problem(softcap=3.0)) and not full(problem(dropout_p=0.1))
+    assert full(problem(seq_q=128, seq_kv=64, window=(200, 200)))  # the band reaches beyond all keys
     size = (1, 1, 256, dim // 2)
     tables = {name: TensorView("f32", size, contiguous_strides(size), "device", None) for name in ("cos", "sin")}
-    assert not whole(problem(seq_kv=256, rope=Rope("f32", dim, False)), **tables)
-    assert whole(AttentionProblem(MOST_BLOCKS - 1, 1, 1, 128, 64, dim, dim, "f16", 0.1))
-    assert not whole(AttentionProblem(MOST_BLOCKS, 1, 1, 128, 64, dim, dim, "f16", 0.1))
+    assert not full(problem(seq_kv=256, rope=Rope("f32", dim, False)), **tables)
+    assert full(AttentionProblem(MOST_BLOCKS - 1, 1, 1, 128, 64, dim, dim, "f16", 0.1))
+    assert not full(AttentionProblem(MOST_BLOCKS, 1, 1, 128, 64, dim, dim, "f16", 0.1))
 
 
 def test_tiles_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""The tiles that NVIDIA gets through Vulkan, where a workgroup has 48 KiB: what does not fit stays in registers."""
+"""Tiles for NVIDIA through Vulkan, where a workgroup has 48 KiB: parts that do not fit stay in registers."""
 
 from __future__ import annotations
 

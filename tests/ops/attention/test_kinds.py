@@ -1,6 +1,6 @@
-"""One small problem for each kind of kernel: few enough for tools that watch every access, as compute-sanitizer does.
+"""One small problem for each kind of kernel, for tools that watch every access, such as compute-sanitizer.
 
-`tools/check_device.py` runs the ones of CUDA under it. What each computes is compared as everywhere.
+`tools/check_device.py` runs those of CUDA under it. Results are compared with the reference, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Long sequences through CUDA and Vulkan, outputs and gradients: random problems whose lengths lie about whole tiles.
+"""Long sequences through CUDA and Vulkan, outputs and gradients: random problems with lengths near multiples of tiles.
 
-What is right is computed by PyTorch on its GPU in fp64, as is the naive twin in half precision that the tolerance comes
-from. Without such a GPU a few of the problems are run at a fraction of their lengths.
+PyTorch computes the expected results on its GPU in fp64, and the naive twin in half precision that gives the tolerance.
+Without such a GPU a few of the problems run at a fraction of their lengths.
 """
 
 from __future__ import annotations

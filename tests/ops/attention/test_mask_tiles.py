@@ -1,4 +1,4 @@
-"""Masks over warpgroups: what is found of their tiles beforehand, and attention with it, on the interpreter."""
+"""Masks over warpgroups on the interpreter: the prepass that lists tiles, and attention with its list."""
 
 from __future__ import annotations
 

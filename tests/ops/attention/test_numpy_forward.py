@@ -1,4 +1,4 @@
-"""The NumPy implementation against the oracle: the whole grid, strides, properties, memory and what must not leak."""
+"""The NumPy implementation against the reference: the full grid, strides, properties, memory, and dropped values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle itself: by hand, against PyTorch in fp64, and its judgement of wrong results."""
+"""The reference: by hand, against PyTorch in fp64, and its judgement of wrong results."""
 
 from __future__ import annotations
 

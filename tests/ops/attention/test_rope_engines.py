@@ -57,7 +57,7 @@ def test_the_reference_is_attention_on_rotated_rows(case: Case) -> None:
     found = expect_gradients(problem, dout, **arrays).reference
     right = expect_gradients(plain, dout.astype(np.float64), **rotated).reference
     for name in ("dq", "dk"):
-        back = rope_cases.turned(case, inputs, name, right[name], back=True)
+        back = rope_cases.rotated(case, inputs, name, right[name], back=True)
         np.testing.assert_allclose(found[name], back, rtol=0, atol=1e-11)
     np.testing.assert_allclose(found["dv"], right["dv"], rtol=0, atol=1e-11)
 

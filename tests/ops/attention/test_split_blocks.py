@@ -1,4 +1,4 @@
-"""Blocks split along the keys: how, and that the results are the same."""
+"""Blocks split along the keys: their pieces, and equal results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout of tiles on matrix units: lanes that share draws keep what is defined, however fragments lie."""
+"""Dropout of tiles on matrix units: lanes that share draws keep the right weights in every layout of fragments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation: every bad call has its own message, every good one its normal form."""
+"""Validation: every bad call has its own message, every good call a normal form."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def test_torch_gradients(name: str) -> None:
     *found, of_sinks = torch.autograd.grad(out, leaves, dout)
     problem, operands = varlen_cases.problem_of(given)
     expected = expect_varlen_gradients(problem, operands, dout.numpy().swapaxes(0, 1)[None])
-    turned = {n: g.numpy().swapaxes(0, 1)[None] for n, g in zip(("dq", "dk", "dv"), found, strict=True)}
-    wrong = compare_gradients(problem, turned, expected)
+    swapped = {n: g.numpy().swapaxes(0, 1)[None] for n, g in zip(("dq", "dk", "dv"), found, strict=True)}
+    wrong = compare_gradients(problem, swapped, expected)
     assert not wrong, wrong
 
     exact = expect_varlen(problem, operands)  # the sink's weight times -delta, summed over rows

@@ -1,4 +1,4 @@
-"""Products of warpgroups: the interpreter's, what it finds wrong, and that ptxas takes what PTX says of them."""
+"""Products of warpgroups: in the interpreter, mistakes that it reports, and PTX that ptxas accepts."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def views_of(given: DecodeProblem) -> dict[str, TensorView]:
     def view(dtype: str, *shape: int) -> TensorView:
         return TensorView(dtype, shape, contiguous_strides(shape), "device", None)
 
-    def turned(view: TensorView) -> TensorView:
+    def heads_first(view: TensorView) -> TensorView:
         shape, strides = view.shape, view.strides
         return replace(
             view, shape=(shape[0], shape[2], shape[1], shape[3]), strides=(strides[0], strides[2], strides[1], 1)
@@ -54,12 +54,12 @@ def views_of(given: DecodeProblem) -> dict[str, TensorView]:
 
     batch, keys, page, pages = given.batch, given.seq_kv, given.page, given.pages
     queries = view(given.dtype, batch, 32, given.seq_q, 128)
-    pool = turned(view(given.cache, pages, page, 8, 128)) if page else view(given.cache, batch, 8, keys, 128)
+    pool = heads_first(view(given.cache, pages, page, 8, 128)) if page else view(given.cache, batch, 8, keys, 128)
     views = {"q": queries, "k": pool, "v": pool, "o": queries, "lens": view("i32", batch)}
     if page:
         views["tables"] = view("i32", batch, keys // page)
     if given.quantised:
-        views["k_scale"] = views["v_scale"] = turned(view("f32", pages, page, 8, 1))
+        views["k_scale"] = views["v_scale"] = heads_first(view("f32", pages, page, 8, 1))
     return views
 
 

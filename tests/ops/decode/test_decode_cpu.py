@@ -1,4 +1,4 @@
-"""Decoding on the CPU engine: what its schedules do beyond the cases of every backend."""
+"""Decoding on the CPU engine: cases of its schedules beyond those of every backend."""
 
 from __future__ import annotations
 

@@ -98,16 +98,16 @@ def test_cases_have_several_heads_to_a_task_where_they_say_so(case: Case) -> Non
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dims", "whole"),
+    ("dtype", "dims", "in_place"),
     [("f32", 64, True), ("bf16", 128, True), ("bf16", 64, False), ("f32", 128, False)],  # short, too many vectors
 )
-def test_long_rows_of_k_are_read_whole(dtype: str, dims: int, whole: bool) -> None:
+def test_long_rows_of_k_are_read_in_place(dtype: str, dims: int, in_place: bool) -> None:
     """Where the rows of Q stay in registers."""
     case = Case("rows", (20,), heads=(4, 1), dims=(dims, 16), dtype=dtype, page=16)
     problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
     result = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "host", None)
     step = plan_decode(problem, decode_views(operands, result), TARGETS["pairs"]).steps[0]
-    assert ("dots" in text(step.build(step.config, TARGETS["pairs"]))) == whole
+    assert ("dots" in text(step.build(step.config, TARGETS["pairs"]))) == in_place
 
 
 def test_tasks_take_several_heads_where_those_are_neighbours() -> None:

@@ -19,9 +19,8 @@ from aule.ir.interpret import interpret
 from aule.ir.types import Vector, f16, f32, u32
 from aule.ir.verify import verify
 from aule.ops.attention.reference import compare
-from aule.ops.combine import last_workgroup as last
 from aule.ops.decode.config import FragmentDecodeConfig
-from aule.ops.decode.plan.decode import Combine, decode_views, plan_decode
+from aule.ops.decode.plan.decode import PARTIALS_AT_ONCE, Combine, decode_views, plan_decode
 from aule.ops.decode.sequences import E4M3, expect_decode
 from aule.ops.shared.plan import Step
 from aule.target import NVIDIA_LAYOUT, FragmentLayout, Target
@@ -161,7 +160,7 @@ def test_what_is_known_of_a_single_token() -> None:
         return config_of(case, VULKAN, splits)
 
     case = decode_cases.Case("single", (40, 17), 1, (8, 2), (64, 64), "bf16")
-    for splits, at_once in ((3, 4), (8, 8), (20, last.AT_ONCE)):
+    for splits, at_once in ((3, 4), (8, 8), (20, PARTIALS_AT_ONCE)):
         one = config(case, splits)
         assert one.last_workgroup_combines and (one.one_token, one.fixed_rows, one.partials_at_once) == (
             True,
@@ -237,7 +236,7 @@ def test_queries_of_any_size() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_some_rows_drop_does_not_leak(bad: float) -> None:
     """Key 20 is seen by the last two of four tokens, whose results it makes infinite or NaN in one column."""
-    case = decode_cases.Case("wild", (22,), 4, (2, 1), (32, 32), "f16")
+    case = decode_cases.Case("nonfinite", (22,), 4, (2, 1), (32, 32), "f16")
     given = decode_cases.make(case)
     given["v"][0, 0, 20, 3] = bad
     problem, operands = decode_cases.problem_of(case, given)

@@ -1,4 +1,4 @@
-"""The decoding kernels on the interpreter with the sanitizer on: with subgroups, without, in parts, alone."""
+"""The decoding kernels on the interpreter with the sanitizer on: with and without subgroups and splits."""
 
 from __future__ import annotations
 

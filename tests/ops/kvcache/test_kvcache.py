@@ -1,4 +1,4 @@
-"""The kernels of a cache on every device, and `KVCache` itself where it computes: on the CPU and through torch."""
+"""The kernels of a cache on every device, and `KVCache` on the CPU and through torch."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_attend_over_what_was_appended(backend: str, layout: str) -> None:
         for row, seq in enumerate(seqs):
             written[seq, layer].append((k[row].swapaxes(0, 1), v[row].swapaxes(0, 1)))
             keys, values = (np.concatenate(parts) for parts in zip(*written[seq, layer], strict=True))
-            keys = turned(keys, rope, np.arange(len(keys)))
-            query = turned(q[row].swapaxes(0, 1), rope, np.arange(len(keys) - 2, len(keys)))
+            keys = rotated(keys, rope, np.arange(len(keys)))
+            query = rotated(q[row].swapaxes(0, 1), rope, np.arange(len(keys) - 2, len(keys)))
             given = (x.swapaxes(0, 1)[None] for x in (query, keys, values))
             wanted, wanted_lse = aule.flash_attention(*given, softcap=4.0, return_lse=True, backend="numpy")
             np.testing.assert_allclose(out[row], wanted[0], rtol=1e-5, atol=1e-5)
@@ -108,7 +108,7 @@ def test_attend_over_what_was_appended(backend: str, layout: str) -> None:
     assert cache.length(third, 1) == 9 and cache.pages_in_use == 3 + 1 + 1
 
 
-def turned(x: np.ndarray, rope: tuple[np.ndarray, np.ndarray], positions: np.ndarray) -> np.ndarray:
+def rotated(x: np.ndarray, rope: tuple[np.ndarray, np.ndarray], positions: np.ndarray) -> np.ndarray:
     cos, sin = (angle[positions][:, None] for angle in rope)
     a, b = np.split(x, 2, axis=-1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(np.float32)

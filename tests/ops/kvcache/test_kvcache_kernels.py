@@ -1,4 +1,4 @@
-"""The kernels of a cache on the interpreter with the sanitizer on, and through whatever compilers are there."""
+"""The kernels of a cache on the interpreter with the sanitizer on, and through every compiler found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops beside attention on every device: the cases, long rows, and rows that must not disturb each other."""
+"""Row operations on every device: the cases, long rows, and rows that must not affect each other."""
 
 from __future__ import annotations
 

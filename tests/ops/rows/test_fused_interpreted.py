@@ -1,5 +1,4 @@
-"""The ops beside attention on the interpreter with the sanitizer on: kernels of GPUs with and without subgroups, and of
-CPUs."""
+"""Row operations on the interpreter with the sanitizer on: kernels of GPUs with and without subgroups, and of CPUs."""
 
 from __future__ import annotations
 

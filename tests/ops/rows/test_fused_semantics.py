@@ -1,4 +1,4 @@
-"""What the ops beside attention mean: ONNX's definitions written out, arguments that are refused, and the catalogue."""
+"""Semantics of row operations: ONNX's definitions written out, refused arguments, and the catalogue."""
 
 from __future__ import annotations
 

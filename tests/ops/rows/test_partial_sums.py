@@ -1,4 +1,4 @@
-"""Partial sums of columns in halves, through Vulkan: by the plan of an NVIDIA GPU on any device."""
+"""Partial sums of columns in half precision, through Vulkan: an NVIDIA GPU's plan on any device."""
 
 from __future__ import annotations
 

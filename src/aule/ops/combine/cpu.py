@@ -1,4 +1,4 @@
-"""Combines on the CPU the partial results that tasks which share a row's keys leave in the workspace ``partial``."""
+"""Combines partial results on the CPU. Tasks that share a row's keys leave them in the workspace ``partial``."""
 
 from __future__ import annotations
 

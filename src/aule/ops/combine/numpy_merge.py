@@ -17,5 +17,5 @@ def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Ar
         # A row without keys on either side: exp(-inf + inf) would be NaN.
         level = np.where(lse == -np.inf, 0, lse)
         weight_a, weight_b = np.exp(lse_a - level)[..., None], np.exp(lse_b - level)[..., None]
-        # Select rather than multiply by 0: a side without keys may hold anything.
+        # Select rather than multiply by 0: a side without keys may hold NaN.
         return np.where(weight_a != 0, o_a * weight_a, 0) + np.where(weight_b != 0, o_b * weight_b, 0), lse

@@ -12,14 +12,12 @@ from functools import cached_property
 
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, f32, i32
-from aule.ops.combine.finish import finish_row
 from aule.ops.scores.band import Extent
-from aule.ops.scores.config import ScoreConfig
 from aule.ops.scores.parameters import Parameters
 from aule.ops.shared.parameters import Access
-from aule.ops.softmax.online_softmax import Maximum
-from aule.tile.common.math import LN2, LOWEST, NEG_INF, fold
-from aule.tile.common.matrix import QUAD, Matrix, divmod_const
+from aule.ops.softmax.online_softmax import Maximum, finish
+from aule.tile.common.math import LN2, LOG2E, LOWEST, NEG_INF, fold
+from aule.tile.common.matrix import QUAD, Matrix, divmod_const, padded
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,24 @@ class _Sums:
         for c, variable in enumerate(self.columns):
             total = variable.value * old
             for weight, quad in zip(weights, quads, strict=True):
-                # A split without keys was never written: its memory may hold anything.
+                # A split without keys is never written: its memory may hold NaN.
                 total = b.select(b.eq(weight, 0.0), total, b.fma(weight, b.extract(quad, c), total))
             variable.value = total
+
+
+def finish_row(b: Builder, m: Value, l: Value, sink: Value | None = None) -> tuple[Value, Value]:
+    """The factor for O, and the base-2 log-sum-exp, of a row with maximum ``m`` and sum of weights ``l``.
+
+    A sink counts as a key without a value.
+    """
+    form, rescale = Maximum(b), b.const(1.0, f32)
+    if sink is not None:
+        new = form.larger(m, sink * LOG2E)
+        rescale = form.factor(m, new)
+        l = b.fma(l, rescale, b.exp2(sink * LOG2E - new))
+        m = new
+    end = finish(form, l)
+    return end.inverse * rescale, end.log2_sum(m)
 
 
 def row_quads(value_dim: int, threads: int) -> int:
@@ -70,7 +83,7 @@ def combiner_bytes(value_dim: int, threads: int) -> int:
 class RowCombiner:
     """Combines the partial results of rows with all threads of a workgroup.
 
-    A team of threads covers the columns of a row, four each. Teams that are not needed for further rows share the
+    A team of threads covers the columns of a row, four each. If there are more teams than rows, several teams share the
     partial results of a row, each in a *slot*; the slots of a row are combined in shared memory.
 
     Parameters
@@ -83,32 +96,26 @@ class RowCombiner:
         How the kernel accesses the partial results.
     """
 
-    def __init__(
-        self, parameters: Parameters, config: ScoreConfig, aligned: bool, threads: int, at_once: int, access: Access
-    ) -> None:
-        self.p, self.b, self.config, self.aligned, self.at_once = parameters, parameters.b, config, aligned, at_once
+    def __init__(self, parameters: Parameters, aligned: bool, at_once: int, access: Access) -> None:
+        self.p, self.b, self.config = parameters, parameters.b, parameters.config
+        self.aligned, self.at_once, dim = aligned, at_once, parameters.config.value_dim
         self._partials = parameters.buffer("part", f32, access)
         self._partial_lse = parameters.buffer("part_lse", f32, access)
-        self.quads = row_quads(config.value_dim, threads)
-        self._padded = -(-config.value_dim // (self.quads * QUAD)) * self.quads * QUAD
-        self.teams = threads // self.quads
+        self.quads = row_quads(dim, self.b.workgroup)
+        self._padded = padded(dim, self.quads * QUAD)
+        self.teams = self.b.workgroup // self.quads
         self.team, self.quad = divmod_const(self.b, self.b.thread_id(), self.quads)
 
     @cached_property
-    def _maxima(self) -> Value:
-        return self.b.shared("row_maxima", f32, self.teams)
-
-    @cached_property
-    def _totals(self) -> Value:
-        return self.b.shared("row_totals", f32, self.teams)
-
-    @cached_property
-    def _sums(self) -> Value:
-        return self.b.shared("row_sums", f32, self.teams * self.quads * QUAD)
+    def _slots(self) -> tuple[Value, Value, Value]:
+        """Shared memory for m, l and the columns of O of each team."""
+        sizes = {"row_maxima": self.teams, "row_totals": self.teams, "row_sums": self.teams * self.quads * QUAD}
+        maxima, totals, sums = (self.b.shared(name, f32, size) for name, size in sizes.items())
+        return maxima, totals, sums
 
     def combine_row(self, row: Row, splits: Value) -> None:
         """Combine and store one row with all teams; uniform."""
-        exists = self.team < self.teams  # there may be threads left over
+        exists = self.team < self.teams  # some threads may belong to no team
         for first_column in range(0, self.config.value_dim, self.quads * QUAD):
             self._combine_in_slots(row, exists, self.team, self.teams, splits, first_column)
 
@@ -161,12 +168,13 @@ class RowCombiner:
         partials, sums = self._partials_of(row), _Sums(b)
         with b.loop(slot, stop, slots * self.at_once, name="split") as start:
             sums.add(*self._load(partials, column, start, slots, stop))
+        slot_maxima, slot_totals, slot_sums = self._slots
         with b.if_(exists):
             with b.if_(b.eq(self.quad, 0)):
-                b.store(self._maxima, self.team, sums.m.value)
-                b.store(self._totals, self.team, sums.l.value)
+                b.store(slot_maxima, self.team, sums.m.value)
+                b.store(slot_totals, self.team, sums.l.value)
             at = (self.team * self.quads + self.quad) * QUAD
-            b.store(self._sums, at, b.vector([x.value for x in sums.columns]))
+            b.store(slot_sums, at, b.vector([x.value for x in sums.columns]))
         b.barrier()
         with b.if_(exists & b.eq(slot, 0)):
             self._combine_slots(row, column, slots)
@@ -176,15 +184,15 @@ class RowCombiner:
 
     def _combine_slots(self, row: Row, column: Value, slots: Value | int) -> None:
         """Combine the slots of a row, from this thread's team on, and store the columns."""
-        b, sums = self.b, _Sums(self.b)
+        b, sums, (slot_maxima, slot_totals, slot_sums) = self.b, _Sums(self.b), self._slots
         unroll = -1 if isinstance(slots, int) else 0
         with b.loop(0, slots, unroll=unroll, name="slot") as i:
-            sums.m.value = b.max(sums.m.value, b.load(self._maxima, self.team + i))
+            sums.m.value = b.max(sums.m.value, b.load(slot_maxima, self.team + i))
         with b.loop(0, slots, unroll=unroll, name="slot") as i:
-            factor = b.exp2(b.load(self._maxima, self.team + i) - sums.m.value)
-            sums.l.value = b.fma(factor, b.load(self._totals, self.team + i), sums.l.value)
+            factor = b.exp2(b.load(slot_maxima, self.team + i) - sums.m.value)
+            sums.l.value = b.fma(factor, b.load(slot_totals, self.team + i), sums.l.value)
             at = ((self.team + i) * self.quads + self.quad) * QUAD
-            for variable, x in zip(sums.columns, b.unpack(b.load(self._sums, at, QUAD)), strict=True):
+            for variable, x in zip(sums.columns, b.unpack(b.load(slot_sums, at, QUAD)), strict=True):
                 variable.value = b.fma(factor, x, variable.value)
         self._store(row, column, sums)
 

@@ -28,8 +28,17 @@ _PARTS_AT_ONCE, _ROWS_AT_ONCE = 1, 16
 
 @dataclass(frozen=True)
 class Piece:
-    """A workgroup's share of a block: the block's number in the launch and among those that are split, the tiles from
-    ``first`` up to ``last``, and which of how many pieces that is."""
+    """A workgroup's share of a block.
+
+    Attributes
+    ----------
+    number, place : Value
+        Number of the block in the launch, and among the blocks that are split.
+    first, last : Value
+        Tiles ``first .. last - 1`` of the block.
+    part, parts : Value
+        Number of the piece, and pieces of the block.
+    """
 
     number: Value
     place: Value
@@ -41,7 +50,7 @@ class Piece:
 
 @contextmanager
 def pieces(b: Builder) -> Iterator[Piece]:
-    """Go over the pieces of this workgroup; uniform."""
+    """Loop over the pieces of this workgroup; uniform."""
     each, tiles, total = (b.scalar(name, i32) for name in ("piece_tiles", "block_tiles", "split_tiles"))
     workgroup = b.group_id(0) + b.group_id(1) * b.group_count(0)
     start = workgroup * each
@@ -60,7 +69,7 @@ def pieces(b: Builder) -> Iterator[Piece]:
 
 
 def lane_numbers(shape: FragmentShape, value_dim: int, target: Target) -> int:
-    """Numbers that a lane on matrix units holds of a block: elements of O, and a base and a sum for each row."""
+    """Values of a block that a lane on matrix units holds: elements of O, and m and l of each row."""
     results, height = arrange(target).results, arrange(target).height
     rows = len({results.place(0, part)[0] for part in range(results.parts)}) * shape.rows // height
     return results.parts * shape.rows * padded(value_dim, SIZE) // (height * arrange(target).width) + 2 * rows
@@ -100,17 +109,15 @@ class RowPartials:
     ----------
     rows : int
         Rows of a block.
-    threads : int
-        Threads of a workgroup.
     aligned : bool
         As for `RowCombiner`.
     """
 
-    def __init__(self, p: Parameters, piece: Piece, rows: int, threads: int, aligned: bool) -> None:
-        self.p, self.b, self.piece, self.rows, self.threads, self.aligned = p, p.b, piece, rows, threads, aligned
+    def __init__(self, p: Parameters, piece: Piece, rows: int, aligned: bool) -> None:
+        self.p, self.b, self.piece, self.rows, self.aligned = p, p.b, piece, rows, aligned
 
     def _number(self, row: Value) -> Value:
-        """The row's number among all that have parts."""
+        """Number of a row among all rows of split blocks."""
         return self.b.cast(self.piece.place * self.rows + row, self.p.index)
 
     def matrix(self, rows: Value) -> Matrix:
@@ -132,7 +139,7 @@ class RowPartials:
         p = self.p
 
         def combine() -> None:
-            combiner = RowCombiner(p, p.config, self.aligned, self.threads, _PARTS_AT_ONCE, "readwrite")
+            combiner = RowCombiner(p, self.aligned, _PARTS_AT_ONCE, "readwrite")
             combiner.combine_rows_per_team(
                 rows,
                 self.piece.parts,

@@ -65,6 +65,6 @@ def build_combine(config: CombineConfig, target: Target, name: str = KERNEL_NAME
         exists = exists & (token < extent.seq_q) & (extent.seq_q <= tokens)
     row = Row(number, batch, head, token, extent)
     with b.if_(exists):
-        combiner = RowCombiner(p, config, config.aligned, config.threads, config.at_once, "read")
+        combiner = RowCombiner(p, config.aligned, config.at_once, "read")
         combiner.combine_row(row, p.number("splits"))
     return b.finish()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from aule.ir import Builder, Value
 from aule.ir.types import f32, i32
@@ -17,38 +16,23 @@ Count = Callable[[], Value]
 """Gives the number of rows, where it is needed."""
 
 
-@dataclass(frozen=True)
-class Threads:
-    """The threads that combine.
-
-    Attributes
-    ----------
-    thread : Value
-        Number of this thread.
-    count : int
-        Threads of the workgroup.
-    width : int
-        Columns that a thread combines at a time.
-    """
-
-    thread: Value
-    count: int
-    width: int
-
-
 class WorkgroupPartials:
     """Shared memory for the partial results of a workgroup's subgroups: O, m and l of each row.
 
     Parameters
     ----------
+    thread : Value
+        Number of this thread.
     parts : int
         Subgroups of the workgroup; teams, if there are no subgroups.
     columns : int
         Columns of a row, padding included.
+    width : int
+        Columns that a thread combines at a time.
     """
 
-    def __init__(self, b: Builder, parts: int, rows: int, columns: int) -> None:
-        self.b, self.parts, self.rows, self.columns = b, parts, rows, columns
+    def __init__(self, b: Builder, thread: Value, parts: int, rows: int, columns: int, width: int) -> None:
+        self.b, self.thread, self.parts, self.rows, self.columns, self.width = b, thread, parts, rows, columns, width
         self._sums = b.shared("parts", f32, parts * rows * columns)
         self._m, self._l = (b.shared(name, f32, parts * rows) for name in ("maxima", "sums"))
 
@@ -64,28 +48,23 @@ class WorkgroupPartials:
         for i in range(0, len(values), QUAD):
             self.b.store(self._sums, at + i, self.b.vector(values[i : i + QUAD]))
 
-    def combine(self, count: Count, threads: Threads, store: Store) -> None:
+    def combine(self, count: Count, store: Store) -> None:
         """Wait for all subgroups, combine their results of rows ``0 .. count - 1`` and store them; uniform."""
-        b, rows, columns, width = self.b, self.rows, self.columns, threads.width
+        b, rows, columns, width = self.b, self.rows, self.columns, self.width
         b.barrier()
-        with b.loop(threads.thread, self._groups(count, width), threads.count, name="place") as group:
+        with b.loop(self.thread, self._groups(count), b.workgroup, name="place") as group:
             r, column = divmod_const(b, group * width, columns)
             maxima = [b.load(self._m, i * rows + r) for i in range(self.parts)]
             totals = [b.load(self._l, i * rows + r) for i in range(self.parts)]
             sums = [b.load(self._sums, (r + i * rows) * columns + column, width) for i in range(self.parts)]
             store(r, column, *_combined(b, maxima, totals, sums))
 
-    def combine_cluster(self, count: Count, cluster: int, rank: Value, threads: Threads, store: Store) -> None:
+    def combine_cluster(self, count: Count, rank: Value, store: Store) -> None:
         """Combine the results of all workgroups of a cluster, each of which stores its share of the columns; uniform.
 
-        Parameters
-        ----------
-        cluster : int
-            Workgroups of the cluster.
-        rank : Value
-            Number of this workgroup in the cluster.
+        ``rank`` is the number of this workgroup in the cluster.
         """
-        b, rows, columns, width = self.b, self.rows, self.columns, threads.width
+        b, rows, columns, width = self.b, self.rows, self.columns, self.width
         sums = b.shared("cluster_sums", f32, rows * columns)
         maxima, totals = (b.shared(f"cluster_{name}", f32, rows) for name in ("maxima", "totals"))
 
@@ -95,12 +74,12 @@ class WorkgroupPartials:
                 b.store(maxima, r, m)
                 b.store(totals, r, l)
 
-        self.combine(count, threads, publish)
+        self.combine(count, publish)
         b.cluster_barrier()
-        groups = self._groups(count, width)
-        share, _ = divmod_const(b, groups + (cluster - 1), cluster)
-        first, ranks = rank * share, [b.const(i, i32) for i in range(cluster)]
-        with b.loop(first + threads.thread, b.min(first + share, groups), threads.count, name="place") as group:
+        groups = self._groups(count)
+        share, _ = divmod_const(b, groups + (b.cluster - 1), b.cluster)
+        first, ranks = rank * share, [b.const(i, i32) for i in range(b.cluster)]
+        with b.loop(first + self.thread, b.min(first + share, groups), b.workgroup, name="place") as group:
             r, column = divmod_const(b, group * width, columns)
             found = _combined(
                 b,
@@ -111,9 +90,9 @@ class WorkgroupPartials:
             store(r, column, *found)
         b.cluster_barrier()  # no workgroup may end while others read its shared memory
 
-    def _groups(self, count: Count, width: int) -> Value:
+    def _groups(self, count: Count) -> Value:
         """Groups of ``width`` columns in ``count`` rows, or in all rows if these are fewer."""
-        return self.b.min(count(), self.rows) * (self.columns // width)
+        return self.b.min(count(), self.rows) * (self.columns // self.width)
 
 
 def _combined(

@@ -50,7 +50,6 @@ class DecodeShape:
 
     @property
     def threads(self) -> int:
-        """Threads of a workgroup."""
         return (self.subgroup or self.lanes) * self.subgroups
 
     @property
@@ -59,28 +58,26 @@ class DecodeShape:
         return self.subgroup // self.lanes if self.subgroup else self.subgroups
 
     @property
-    def stretch(self) -> int:
+    def subgroup_step(self) -> int:
         """Consecutive keys of a subgroup's step; of the workgroup's, if there are no subgroups."""
         return self.teams * self.keys
 
     @property
     def step(self) -> int:
         """Keys of a workgroup's step."""
-        return self.stretch * (self.subgroups if self.subgroup else 1)
-
-    @property
-    def parts(self) -> int:
-        """Partial results of a workgroup that are combined in shared memory."""
-        return self.subgroups
+        return self.subgroup_step * (self.subgroups if self.subgroup else 1)
 
     def pieces(self, dim: int) -> int:
         """Runs of a lane that cover a row of ``dim`` elements."""
         return -(-dim // (self.lanes * self.run))
 
+    def padded(self, dim: int) -> int:
+        """Elements of a row of ``dim`` elements, padded to full runs of all lanes."""
+        return self.pieces(dim) * self.lanes * self.run
+
     def shared_bytes(self, value_dim: int) -> int:
         """Shared memory of a workgroup."""
-        columns = self.pieces(value_dim) * self.lanes * self.run
-        sums = 4 * self.parts * self.rows * (columns + 2) if self.parts > 1 else 0
+        sums = 4 * self.subgroups * self.rows * (self.padded(value_dim) + 2) if self.subgroups > 1 else 0
         exchanged = 0 if self.subgroup or self.lanes == 1 else 4 * self.threads * self.rows * self.keys
         return sums + exchanged
 
@@ -114,18 +111,17 @@ class FragmentDecodeShape:
 
     @property
     def threads(self) -> int:
-        """Threads of a workgroup."""
         return self.subgroups * self.lanes
 
     @property
-    def stretch(self) -> int:
+    def subgroup_step(self) -> int:
         """Consecutive keys of a subgroup's step."""
         return self.blocks * SIZE
 
     @property
     def step(self) -> int:
         """Keys of a workgroup's step."""
-        return self.stretch * self.subgroups
+        return self.subgroup_step * self.subgroups
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
         """Most shared memory of a workgroup: partial results of the subgroups, queries with a factor each, and P."""
@@ -134,9 +130,12 @@ class FragmentDecodeShape:
         return sums + queries + 2 * self.step * row_stride(SIZE)
 
 
+AnyShape = DecodeShape | FragmentDecodeShape
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(ScoreConfig, ABC):
-    """What the configurations of the decoding kernels share.
+    """Fields that all decoding kernels on GPUs share.
 
     Attributes
     ----------
@@ -172,6 +171,7 @@ class CacheConfig(ScoreConfig, ABC):
     """
 
     cache: str
+    shape: AnyShape
     split: bool = False
     last_workgroup_combines: bool = False
     cluster: int = 1

@@ -1,4 +1,4 @@
-"""What a decoding workgroup stores: rows of the result, or partial results of its split."""
+"""Results of a decoding workgroup: rows of O, or partial results of its split."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from aule.ir import Value
 from aule.ir.types import f32, i32
-from aule.ops.combine.finish import finish_row
-from aule.ops.combine.last_workgroup import RowBlock, combine_if_last
-from aule.ops.combine.partials import Row, RowCombiner
-from aule.ops.combine.workgroup import Threads, WorkgroupPartials
+from aule.ops.combine.partials import Row, RowCombiner, finish_row
+from aule.ops.combine.workgroup import WorkgroupPartials
 from aule.ops.decode.work_range import WorkRange
 from aule.ops.shared.parameters import Access
+from aule.ops.shared.tickets import when_last
 from aule.tile.common.math import LN2
 from aule.tile.common.matrix import QUAD, Matrix
 
@@ -23,7 +22,7 @@ class Result:
         self.work, self.b, self.p, self.config = work, work.b, work.p, work.config
         self._access: Access = "readwrite" if work.config.last_workgroup_combines else "write"
 
-    def combine(self, partials: WorkgroupPartials, threads: Threads) -> None:
+    def combine(self, partials: WorkgroupPartials) -> None:
         """Combine the partial results of the workgroup's subgroups, or of its cluster, and store the rows."""
         work, config = self.work, self.config
 
@@ -36,29 +35,29 @@ class Result:
             return work.rows - work.row0
 
         if config.cluster > 1:
-            partials.combine_cluster(count, config.cluster, work.split, threads, store)
+            partials.combine_cluster(count, work.split, store)
             return
-        partials.combine(count, threads, store)
-        if not config.last_workgroup_combines:  # that begins with a barrier
+        partials.combine(count, store)
+        if not config.last_workgroup_combines:  # `combine_splits` begins with a barrier
             # A driver takes the last condition of a kernel for uniform unless a barrier follows.
             self.b.barrier()
 
-    def combine_splits(self, rows: int, thread: Value, threads: int) -> None:
-        """Combine all splits of the workgroup's rows if this is the last to finish; ``rows`` as for `WorkRange`."""
+    def combine_splits(self, thread: Value) -> None:
+        """Combine all splits of the workgroup's rows if it is the last to finish; uniform."""
         work, config, b = self.work, self.config, self.b
 
         def row_of(number: Value) -> Row:
             token, head = work.query(work.row0 + number)
             return Row(self._row_number(number), work.batch, head, token, work.extent)
 
-        def count() -> Value:
-            return b.min(work.rows - work.row0, rows)
+        def combine() -> None:
+            combiner = RowCombiner(self.p, config.aligned[3], config.partials_at_once, "readwrite")
+            if 2 * config.fixed_rows > combiner.teams:  # no two teams for a row
+                combiner.combine_rows_per_team(b.const(config.fixed_rows, i32), work.splits, row_of, 1)
+            else:
+                combiner.combine_rows(b.min(work.rows - work.row0, config.shape.rows), work.splits, row_of)
 
-        def combiner() -> RowCombiner:
-            return RowCombiner(self.p, config, config.aligned[3], threads, config.partials_at_once, "readwrite")
-
-        block = RowBlock(work.row_block, work.splits, count, config.fixed_rows, row_of)
-        combine_if_last(self.p, block, thread, combiner)
+        when_last(self.p, work.row_block, work.splits, thread, combine)
 
     def finish(self, row: Value, m: Value, l: Value) -> tuple[Value, Value]:
         """The factor for O and the base-2 log-sum-exp of a row; partial results do not count the sink."""

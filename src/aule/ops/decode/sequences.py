@@ -71,18 +71,20 @@ def sequences(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[Sequ
         where = (slice(n, n + 1), every, every) if starts is None else (every, every, slice(starts[n], starts[n + 1]))
         pages = None
         if operands.tables is not None:
-            pages = operands.tables.storage[n, : -(-length // problem.page)]
-
-        def keys(view: TensorView, pages: Array | None = pages, n: int = n, length: int = length) -> Array:
-            if pages is None:
-                return np.asarray(view.storage[n : n + 1, :, :length])
-            found = view.storage[np.clip(pages, 0, problem.pages - 1)].swapaxes(0, 1)  # [heads, pages, page, ...]
-            return np.asarray(found.reshape(1, found.shape[0], -1, *found.shape[3:])[:, :, :length])
-
+            pages = np.clip(operands.tables.storage[n, : -(-length // problem.page)], 0, problem.pages - 1)
+        k, v = (_gather(view, n, pages, length) for view in (operands.k, operands.v))
         scales = None
         if operands.k_scale is not None and operands.v_scale is not None:
-            scales = keys(operands.k_scale), keys(operands.v_scale)
-        yield Sequence(n, where, operands.q.storage[where], keys(operands.k), keys(operands.v), scales)
+            scales = _gather(operands.k_scale, n, pages, length), _gather(operands.v_scale, n, pages, length)
+        yield Sequence(n, where, operands.q.storage[where], k, v, scales)
+
+
+def _gather(view: TensorView, n: int, pages: Array | None, length: int) -> Array:
+    """Keys, values or scales of sequence ``n``, ``[1, heads, length, ...]``, from its pages if it has any."""
+    if pages is None:
+        return np.asarray(view.storage[n : n + 1, :, :length])
+    found = view.storage[pages].swapaxes(0, 1)  # [heads, pages, page, ...]
+    return np.asarray(found.reshape(1, found.shape[0], -1, *found.shape[3:])[:, :, :length])
 
 
 # -- NumPy -------------------------------------------------------------------------------------------------------------
@@ -112,13 +114,10 @@ def decode(problem: DecodeProblem, operands: DecodeOperands, out: Array, lse: Ar
         given = Operands(
             q=_view(dtype, q), k=_view(dtype, k), v=_view(dtype, v), alibi=_slopes(operands, one), sinks=operands.sinks
         )
-        own_lse = None if lse is None else lse[one.where]
-        if one.scales is None:
-            numpy_forward.forward(alone, given, out[one.where], own_lse)
-            continue
-        found = np.zeros(alone.out_shape, work)
-        numpy_forward.forward(alone, given, found, own_lse)
-        out[one.where] = stored(found, problem.dtype)
+        found = out[one.where] if one.scales is None else np.zeros(alone.out_shape, work)
+        numpy_forward.forward(alone, given, found, None if lse is None else lse[one.where])
+        if one.scales is not None:
+            out[one.where] = stored(found, problem.dtype)
 
 
 def _view(dtype: str, array: Array) -> TensorView:

@@ -68,12 +68,10 @@ class DecodeOperands:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Shape of the result in the caller's form."""
         return self.returned((*self.q.shape[:3], self.v.shape[3]))
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of the log-sum-exp in the caller's form."""
         batch, heads, rows = self.q.shape[:3]
         return {"rows": (batch, heads, rows), "token": (batch, heads), "packed": (heads, rows)}[self.form]
 
@@ -136,6 +134,7 @@ def decode_problem(
     _check_devices(op, arrays)
     paged = block_tables is not None
     q4, form = _queries(op, q, cu_seqlens_q)
+    checked_choice(op, "layout", layout, tuple(LAYOUTS), "it is the order of the cache's axes")
     k4, v4 = (_cache(op, name, view, layout, paged) for name, view in (("k", k), ("v", v)))
     _check_cache_dtypes(op, q, k, v)
     batch = _batch(op, q4, cu_seqlens_q)
@@ -147,7 +146,8 @@ def decode_problem(
         seq_kv = block_tables.shape[1] * page
     if context_lens is not None:
         _check_indices(op, "context_lens", context_lens, (batch,))
-    scales = _scales(op, k_scale, v_scale, k4, v4, layout, paged)
+    swap = paged and layout == "NHD"
+    k_scale, v_scale = _scale(op, "k_scale", k_scale, k4, swap), _scale(op, "v_scale", v_scale, v4, swap)
     seq_q = q4.shape[2]
     if cu_seqlens_q is not None:
         seq_q = longest_sequence(op, "q", cu_seqlens_q, seq_q, max_seqlen_q)
@@ -198,8 +198,8 @@ def decode_problem(
         q=q4,
         k=k4,
         v=v4,
-        k_scale=scales[0],
-        v_scale=scales[1],
+        k_scale=k_scale,
+        v_scale=v_scale,
         tables=block_tables,
         lens=context_lens,
         cu_q=cu_seqlens_q,
@@ -294,7 +294,6 @@ def _swapped(view: TensorView) -> TensorView:
 
 
 def _cache(op: str, name: str, view: TensorView, layout: str, paged: bool) -> TensorView:
-    checked_choice(op, "layout", layout, tuple(LAYOUTS), "it is the order of the cache's axes")
     expected = LAYOUTS[layout] if paged else "[batch, heads_kv, max_len, dim]"
     shown = f"{name}_cache" if paged else name
     if len(view.shape) != 4:
@@ -347,33 +346,23 @@ def _check_indices(op: str, name: str, view: TensorView, shape: tuple[int | None
         raise kind(f"[{op}] expected {name} as int32 [{wanted}], got {view.dtype} {list(view.shape)}; convert it")
 
 
-def _scales(
-    op: str,
-    k_scale: TensorView | None,
-    v_scale: TensorView | None,
-    k: TensorView,
-    v: TensorView,
-    layout: str,
-    paged: bool,
-) -> tuple[TensorView | None, TensorView | None]:
-    quantised = k.dtype in QUANTISED
-    found: list[TensorView | None] = []
-    for name, scale, cache in (("k_scale", k_scale, k), ("v_scale", v_scale, v)):
-        if (scale is not None) != quantised:
-            raise InvalidArgumentError(
-                f"[{op}] expected {name} {'with' if quantised else 'only with'} a cache of int8 or float8_e4m3fn, got "
-                f"{'none' if scale is None else 'one'} with {cache.dtype}; "
-                + ("give one scale for each token and head" if quantised else "drop it")
-            )
-        if scale is not None:
-            if scale.dtype != "f32":
-                raise InvalidDtypeError(f"[{op}] expected {name} of float32, got {scale.dtype}; convert it")
-            swapped = _swapped(scale) if paged and layout == "NHD" and len(scale.shape) == 3 else scale
-            if swapped.shape != cache.shape[:3]:
-                raise InvalidShapeError(
-                    f"[{op}] expected {name} of the cache's shape without its last axis, got {list(scale.shape)}; give "
-                    "one scale for each token and head"
-                )
-            scale = swapped
-        found.append(scale)
-    return found[0], found[1]
+def _scale(op: str, name: str, scale: TensorView | None, cache: TensorView, swap: bool) -> TensorView | None:
+    """Check the scales of K or V, and swap axes 1 and 2 if the caller's layout needs it."""
+    quantised = cache.dtype in QUANTISED
+    if (scale is not None) != quantised:
+        raise InvalidArgumentError(
+            f"[{op}] expected {name} {'with' if quantised else 'only with'} a cache of int8 or float8_e4m3fn, got "
+            f"{'none' if scale is None else 'one'} with {cache.dtype}; "
+            + ("give one scale for each token and head" if quantised else "drop it")
+        )
+    if scale is None:
+        return None
+    if scale.dtype != "f32":
+        raise InvalidDtypeError(f"[{op}] expected {name} of float32, got {scale.dtype}; convert it")
+    view = _swapped(scale) if swap and len(scale.shape) == 3 else scale
+    if view.shape != cache.shape[:3]:
+        raise InvalidShapeError(
+            f"[{op}] expected {name} of the cache's shape without its last axis, got {list(scale.shape)}; give one "
+            "scale for each token and head"
+        )
+    return view

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from aule.ir import Value
-from aule.ir.types import SCALARS, f32, i32
+from dataclasses import dataclass
+
+from aule.ir import Builder, Value
+from aule.ir.types import SCALARS, f32, i32, i64
 from aule.ops.decode.config import CacheConfig
 from aule.ops.scores import modifiers as mod
 from aule.ops.scores.band import Extent, Reach
 from aule.ops.scores.pages import Pages
 from aule.ops.scores.parameters import Parameters
-from aule.tile.common.math import LOG2E, fold
+from aule.ops.softmax.online_softmax import Maximum, SoftmaxState
+from aule.tile.common.math import LOG2E, LOWEST, fold
 from aule.tile.common.matrix import Matrix, divmod_const
+
+
+@dataclass(frozen=True)
+class QueryRow:
+    """A query row whose scores a lane has: its place, the modifiers of its scores, and its softmax state."""
+
+    batch: Value
+    head: Value
+    position: Value
+    modifiers: list[mod.Modifier]
+    softmax: SoftmaxState
+
+    def site(self, key: Value) -> mod.Site:
+        """The place of the row's score with a key."""
+        return mod.Site(self.batch, self.head, self.position, key, self.position)
 
 
 class WorkRange:
@@ -22,15 +40,6 @@ class WorkRange:
 
     Splits of a sequence take its steps in turn. So their numbers of steps differ by one at most, splits that run at the
     same time read neighbouring memory, and without a window a split's first key does not depend on the length.
-
-    Parameters
-    ----------
-    rows : int
-        Query rows of a workgroup.
-    alignment : int
-        The first key is a multiple of this power of two.
-    step : int
-        Keys that a workgroup takes at a time; splits are whole steps.
 
     Attributes
     ----------
@@ -44,9 +53,10 @@ class WorkRange:
         Number of the workgroup's rows among all blocks of rows.
     """
 
-    def __init__(self, parameters: Parameters, config: CacheConfig, rows: int, alignment: int, step: int) -> None:
-        self.p, self.b, self.config, self.index = parameters, parameters.b, config, parameters.index
-        b, number = self.b, parameters.number
+    def __init__(self, b: Builder, config: CacheConfig) -> None:
+        self.b, self.config, self.index = b, config, i64 if config.index64 else i32
+        self.p = Parameters(b, config, self.index)
+        number = self.p.number
         # Blocks of rows that read the same keys are neighbours; then come heads, whose keys may be neighbours.
         self._exists = []
         self.split = b.const(0, i32)
@@ -69,12 +79,11 @@ class WorkRange:
         self.row_block = (self.batch * number("heads_kv") + self.kv_head) * number("row_blocks") + block_of_head
         self.group = number("group")
         self.q, self.k, self.v = (self.matrix(name) for name in "qkv")
-        self.pages = None if config.paging == "none" else Pages(parameters, self.batch)
-        self.row0 = block_of_head * rows
+        self.pages = None if config.paging == "none" else Pages(self.p, self.batch)
+        self.row0 = block_of_head * config.shape.rows
         self.left = number("left") if config.left else None
         self.right = number("right") if config.right else None
-        self.expected_first = self.split * step
-        self._block, self._alignment, self._step = rows, alignment, step
+        self.expected_first = self.split * config.shape.step
 
     def find_rows(self) -> None:
         """Set the number of query rows before `find_length`; for sequences that are not packed."""
@@ -92,29 +101,30 @@ class WorkRange:
         if config.packed:  # longer sequences are left to the prefill kernel
             exists.append(self.extent.seq_q <= number("tokens"))
         self.splits = b.const(1, i32)
-        self._find_keys(b.min(self.row0 + self._block, self.rows) - 1)
+        self._find_keys(b.min(self.row0 + config.shape.rows, self.rows) - 1)
         if config.last_workgroup_combines:  # tickets are drawn by splits that are not empty
             exists.append(self.split < self.splits)
         return fold(b, "and", exists)
 
     def _divmod(self, value: Value, name: str) -> tuple[Value, Value]:
-        """Quotient and remainder by a parameter."""
         by = self.p.number(name)
         quotient = value // by
         return quotient, value - quotient * by
 
     def _find_keys(self, last_row: Value) -> None:
-        b, number, shift, step = self.b, self.p.number, self.extent.shift, self._step
+        b, number, shift, shape = self.b, self.p.number, self.extent.shift, self.config.shape
         nearest, furthest = (shift + self.query(row)[0] for row in (self.row0, last_row))
         reach = Reach.of(b, self.extent.seq_kv, self.left, self.right, nearest, furthest)
-        self.first_kept = reach.first
-        self.first = reach.first - (reach.first & (self._alignment - 1)) if self.config.left else reach.first
+        self.first_kept = self.first = reach.first
+        if self.config.left:
+            # Steps begin at multiples of a subgroup's keys, so that these lie in one page if pages are multiples of it.
+            self.first = reach.first - (reach.first & (shape.subgroup_step - 1))
         self.end = b.max(reach.end, self.first)
-        self.stride = b.const(step, i32)
+        self.stride = b.const(shape.step, i32)
         if self.config.split:  # a short sequence has fewer splits; the others are empty
-            steps, _ = divmod_const(b, self.end - self.first + (step - 1), step)
+            steps, _ = divmod_const(b, self.end - self.first + (shape.step - 1), shape.step)
             self.splits = b.min(b.max(steps >> number("least_shift"), 1), number("splits"))
-            self.stride = self.splits * step
+            self.stride = self.splits * shape.step
             self.first = b.select(self.split < self.splits, self.first + self.expected_first, self.end)
         self.full_first, self.full_end = reach.full_first, b.min(reach.full_end, self.end)
 
@@ -147,6 +157,18 @@ class WorkRange:
     def own_query(self, row: Value) -> tuple[Value, Value]:
         """Query token and query head of this workgroup's row; rows past the last repeat it."""
         return self.query(self.b.min(self.row0 + row, self.rows - 1))
+
+    def query_row(self, row: Value) -> QueryRow:
+        """This workgroup's row, as in `own_query`, with the softmax state of no keys."""
+        b = self.b
+        token, head = self.own_query(row)
+        m, l = b.var(b.const(LOWEST, f32), "m"), b.var(b.const(0.0, f32), "l")
+        modifiers, position = self.modifiers(head), self.extent.shift + token
+        return QueryRow(self.batch, head, position, modifiers, SoftmaxState(Maximum(b), m, l))
+
+    def at_edge(self, key: Value) -> Value:
+        """Whether some row may drop some of a subgroup's keys in the step that starts at ``key``."""
+        return (key < self.full_first) | (key + self.config.shape.subgroup_step > self.full_end)
 
     def row_start(self, name: str, matrix: Matrix, token: Value, head: Value) -> Value:
         """Index of a query row in q or o."""

@@ -16,7 +16,7 @@ KERNEL_NAME = "kv_append"
 
 
 def build_append(config: AppendConfig, target: Target) -> KernelIR:
-    """Trace the kernel: ``config.lanes`` threads for each head of each token; all threads take as many turns."""
+    """Trace the kernel: ``config.lanes`` threads for each head of each token, and equal turns for all threads."""
     b = Builder(KERNEL_NAME, config.threads, arithmetic="quick")
     index: Scalar = i64 if config.index64 else i32
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=config.dims[0], value_dim=config.dims[-1]), index)

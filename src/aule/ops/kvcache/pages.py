@@ -18,14 +18,12 @@ from aule.errors import CacheFullError, ClosedError, InvalidArgumentError
 from aule.ops.shared.checks import checked_integer
 
 
+@dataclass(slots=True, eq=False)
 class _Tokens:
     """A sequence: its pages in order, and its number of tokens in each layer."""
 
-    __slots__ = ("lengths", "pages")
-
-    def __init__(self, pages: list[int], lengths: list[int]) -> None:
-        self.pages = pages
-        self.lengths = lengths
+    pages: list[int]
+    lengths: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,16 +115,11 @@ class PageTable:
         del found.pages[keep:]
 
     def length(self, seq: int, layer: int = 0) -> int:
-        """Number of tokens of a sequence in a layer."""
         return self._find("length", seq).lengths[layer]
 
     def lengths(self, seqs: Sequence[int], layer: int, op: str = "context_lens") -> tuple[int, ...]:
         """Lengths of several sequences; ``op`` is the caller's name, for messages."""
         return tuple([self._find(op, seq).lengths[layer] for seq in seqs])
-
-    def pages(self, seq: int) -> tuple[int, ...]:
-        """Pages of a sequence."""
-        return tuple(self._find("pages", seq).pages)
 
     def references(self, page: int) -> int:
         """Number of sequences that have a page."""

@@ -65,7 +65,7 @@ class Block:
         self._find_tiles()
         self.partials: RowPartials | None = None
         if piece is not None:
-            self.partials = RowPartials(p, piece, config.shape.block_q, config.shape.threads, config.aligned[3])
+            self.partials = RowPartials(p, piece, config.shape.block_q, config.aligned[3])
             self.first_tile, self.last_tile = piece.first, piece.last
 
     def _declare(self) -> None:

@@ -2,8 +2,8 @@
 
 A task has a block of the rows that share a key head of a sequence, or the rows of several key heads that are neighbours
 in memory, and a split of the keys. Before it works on a block of keys it looks up where each of them is; from there on
-pages are like a contiguous cache. Up to eight rows multiply K in place, more of them pack it. Either way a key is read
-once for all rows of a block. If keys are split, the last task of a block of rows combines the partial results.
+pages are like a contiguous cache. Up to eight rows multiply K in place; more rows pack it. A key is read once for all
+rows of a block. If keys are split, the last task of a block of rows combines the partial results.
 
 Scales of a quantised cache are never applied to its elements: those of K multiply the scores, those of V the weights.
 """
@@ -125,7 +125,7 @@ class _Decode(Forward):
 
     @property
     def _run(self) -> int:
-        """Keys of a page that are looked up together; a block is a whole number of runs."""
+        """Keys of a page that are looked up together; a block is a multiple of it."""
         return min(self.config.page, max(self.shape.panel, RUN))
 
     def _page(self, number: Value) -> Value:
@@ -245,7 +245,7 @@ class _Decode(Forward):
         if not self.config.quantised:
             return p
         scale = self.b.load(self.scales["v"], key, self.shape.lanes)
-        # A dropped key's scale may be anything.
+        # The scale of a dropped key may be NaN.
         return self.b.select(self.b.eq(p, 0.0), p, p * scale)
 
     # -- splits --------------------------------------------------------------------------------------------------------
@@ -256,7 +256,6 @@ class _Decode(Forward):
             when_last(self.p, self.task.block, self.task.splits, self.b.const(0, i32), self._combine)
 
     def _combine(self) -> None:
-        """Combine the partial results of all splits of the block's rows."""
         b, engine, block_q = self.b, self.engine, self.shape.block_q
         with b.loop(b.const(0, i32), self.count, name="row") as row:
             first = engine.index(self.task.block * self.task.splits) * block_q + engine.index(row)

@@ -21,18 +21,15 @@ from dataclasses import dataclass
 
 from aule import tuning
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Scalar, f16, f32, i32, i64, u32
-from aule.ops.combine.workgroup import Threads, WorkgroupPartials
+from aule.ir.types import SCALARS, f16, f32, i32, u32
+from aule.ops.combine.workgroup import WorkgroupPartials
 from aule.ops.decode.config import FragmentDecodeConfig
 from aule.ops.decode.fragment.loads import KeyLoads, Prefetch, Scales, Step
 from aule.ops.decode.fragment.queries import Queries
 from aule.ops.decode.result import Result
 from aule.ops.decode.simt.kernel import KERNEL_NAME
 from aule.ops.decode.variables import assign, values
-from aule.ops.decode.work_range import WorkRange
-from aule.ops.scores import modifiers as mod
-from aule.ops.scores.parameters import Parameters
-from aule.ops.softmax.online_softmax import Maximum, SoftmaxState
+from aule.ops.decode.work_range import QueryRow, WorkRange
 from aule.target import Target
 from aule.tile.common.math import LOWEST, fold, overflowing
 from aule.tile.common.matrix import QUAD
@@ -78,10 +75,7 @@ class _Row:
     column: int
     number: Value
     factor: Value
-    modifiers: list[mod.Modifier]
-    head: Value
-    position: Value
-    softmax: SoftmaxState
+    query: QueryRow
 
 
 Scores = list[list[list[Var]]]
@@ -94,9 +88,7 @@ class _Decode:
     def __init__(self, b: Builder, config: FragmentDecodeConfig, target: Target) -> None:
         self.b, self.config, self.shape = b, config, config.shape
         shape = config.shape
-        self.index: Scalar = i64 if config.index64 else i32
-        self.p = Parameters(b, config, self.index)
-        self.work = WorkRange(self.p, config, shape.rows, shape.stretch, shape.step)
+        self.work = WorkRange(b, config)
         self.result = Result(self.work)
         self.engine = engine = Components(b, target, f16 if config.quantised else SCALARS[config.dtype])
         self.keys = Direct(engine, config.head_dim, config.cache, "columns")
@@ -105,7 +97,7 @@ class _Decode:
             # Hide the constant from the driver's compiler: it makes two instructions of `and` and `xor` with two
             # constants, but one with a constant and a register.
             known = b.const(I8_BITS, u32)
-            hidden = b.select(self.p.number("heads_kv") > 0, known, b.const(0, u32))
+            hidden = b.select(self.work.p.number("heads_kv") > 0, known, b.const(0, u32))
             self.keys.i8_bits = self.values.i8_bits = hidden
         self.room = ROOM if config.quantised else 0.0
         # Lanes with scores of the same rows, but of other keys, differ in these bits.
@@ -137,26 +129,22 @@ class _Decode:
             b.launch_next()
         self._finish(rows, O)
         if config.last_workgroup_combines:
-            self.result.combine_splits(self.shape.rows, self.engine.thread, self.shape.threads)
+            self.result.combine_splits(self.engine.thread)
 
     def _row(self, part: int) -> _Row:
         b, work, row_scales = self.b, self.work, self.queries.scales
         number = self.engine.lane_col + part
-        scale = self.p.number("scale", f32)
+        scale = work.p.number("scale", f32)
         if self.keys.unit != 1.0:
             scale = scale * (1.0 / self.keys.unit)
         if row_scales is not None:
             scale = scale * b.load(row_scales, b.min(number, self.config.most_rows - 1))
-        token, head = work.own_query(number)
-        m, l = b.var(b.const(LOWEST, f32), "m"), b.var(b.const(0.0, f32), "l")
-        state = SoftmaxState(Maximum(b), m, l)
-        return _Row(part, number, scale, work.modifiers(head), head, work.extent.shift + token, state)
+        return _Row(part, number, scale, work.query_row(number))
 
     def _attend(self, q: list[Value], step: Step, rows: list[_Row], O: list[Var]) -> None:
         """Compute S^T = K Q^T, softmax, and O^T = O^T + V^T P^T of a step."""
-        b, shape, work = self.b, self.shape, self.work
-        at = self.loads.first_key(step.start)
-        edge = (at < work.full_first) | (at + shape.stretch > work.full_end)
+        b = self.b
+        edge = self.work.at_edge(self.loads.subgroup_start(step.start))
         S = self._scores(q, step, rows)
         keys = self.loads.score_keys(step.start)
         self._modify(S, rows, keys, everywhere=True)
@@ -207,10 +195,9 @@ class _Decode:
         for block, numbers in zip(S, keys, strict=True):
             for scores, key in zip(block, numbers, strict=True):
                 for score, row in zip(scores, rows, strict=True):
-                    site = mod.Site(self.work.batch, row.head, row.position, key, row.position)
-                    for modifier in row.modifiers:
+                    for modifier in row.query.modifiers:
                         if modifier.everywhere == everywhere:
-                            score.value = modifier.apply(self.b, score.value, site)
+                            score.value = modifier.apply(self.b, score.value, row.query.site(key))
 
     def _follow_maximum(self, S: Scores, scales: Scales, rows: list[_Row], O: list[Var]) -> None:
         """Let m follow the largest weight of a row, times its value's scale, if it lags too far behind."""
@@ -228,11 +215,11 @@ class _Decode:
                 for a, scores in enumerate(block)
             ]
             highest.append(fold(b, "max", found) - self.room)
-        lagging = [high > row.softmax.m.value + LAG for high, row in zip(highest, rows, strict=True)]
+        lagging = [high > row.query.softmax.m.value + LAG for high, row in zip(highest, rows, strict=True)]
         with b.if_(b.subgroup_any(fold(b, "or", lagging))):
             for mask in self._key_masks:
                 highest = [b.max(x, b.shuffle_xor(x, mask)) for x in highest]
-            alphas = {row.column: row.softmax.follow(high) for high, row in zip(highest, rows, strict=True)}
+            alphas = {row.column: row.query.softmax.follow(high) for high, row in zip(highest, rows, strict=True)}
             self._rescale(O, alphas)
 
     def _rescale(self, O: list[Var], alphas: dict[int, Value]) -> None:
@@ -247,7 +234,7 @@ class _Decode:
         """P^T as right factors, one for each block; adds the weights to l."""
         b, engine, blocks = self.b, self.engine, self.shape.blocks
         stride = row_stride(SIZE)
-        own = engine.subgroup * (self.shape.stretch * stride)
+        own = engine.subgroup * (self.shape.subgroup_step * stride)
         b.subgroup_barrier()  # the previous step's P has been read
         sums: list[list[Value]] = [[] for _ in rows]
         for i, block in enumerate(S):
@@ -255,7 +242,7 @@ class _Decode:
                 at = own + (engine.lane_row + (i * SIZE + part)) * stride + engine.lane_col
                 weights = []
                 for s, row, found in zip(scores, rows, sums, strict=True):
-                    weight = row.softmax.form.weight(s.value, row.softmax.m.value)
+                    weight = row.query.softmax.form.weight(s.value, row.query.softmax.m.value)
                     found.append(weight)
                     if scales:  # a dropped key's scale may be NaN
                         weight = b.select(s.value < LOWEST, b.const(0.0, f32), weight * scales[i][a][1])
@@ -264,7 +251,7 @@ class _Decode:
                 for r in range(0, len(rows), 2):  # `holds_pairs`
                     b.store(self.weights, at + rows[r].column, b.vector(rounded[r : r + 2]))
         for row, found in zip(rows, sums, strict=True):
-            row.softmax.add(found)
+            row.query.softmax.add(found)
         b.subgroup_barrier()
         return [engine.load_right(self.weights, own, stride, i * SIZE, 0) for i in range(blocks)]
 
@@ -333,11 +320,11 @@ class _Decode:
     def _finish(self, rows: list[_Row], O: list[Var]) -> None:
         """Combine the subgroups' results and store the rows."""
         b, engine, shape, layout = self.b, self.engine, self.shape, self.values
-        totals = [row.softmax.l.value for row in rows]
+        totals = [row.query.softmax.l.value for row in rows]
         for mask in self._key_masks:
             totals = [x + b.shuffle_xor(x, mask) for x in totals]
         most_rows = self.config.most_rows
-        partials = WorkgroupPartials(b, shape.subgroups, most_rows, layout.padded)
+        partials = WorkgroupPartials(b, engine.thread, shape.subgroups, most_rows, layout.padded, QUAD)
         unit = 1.0 / layout.unit
         fragments = values(O)
         for row, total in zip(rows, totals, strict=True):
@@ -347,8 +334,8 @@ class _Decode:
                 sums += parts if unit == 1.0 else [x * unit for x in parts]
             with b.if_(row.number < most_rows):  # a fragment has room for more
                 with b.if_(b.eq(engine.lane_row, 0)):
-                    partials.store_state(engine.subgroup, row.number, row.softmax.m.value, total)
+                    partials.store_state(engine.subgroup, row.number, row.query.softmax.m.value, total)
                 for piece in range(layout.pieces):
                     part = sums[piece * layout.run : (piece + 1) * layout.run]
                     partials.store_columns(engine.subgroup, row.number, layout.column(piece), part)
-        self.result.combine(partials, Threads(engine.thread, shape.threads, QUAD))
+        self.result.combine(partials)

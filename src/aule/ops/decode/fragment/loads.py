@@ -9,7 +9,6 @@ from aule.ir.types import f32, i32, u32
 from aule.ops.decode.config import FragmentDecodeShape
 from aule.ops.decode.variables import assign, values
 from aule.ops.decode.work_range import WorkRange
-from aule.tile.common.matrix import Matrix
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.direct import Direct
 from aule.tile.fragment.engine import Components
@@ -19,7 +18,7 @@ Scales = list[list[tuple[Value, Value]]]
 
 
 class KeyLoads:
-    """The keys of this lane in each step, and what the lane loads of them.
+    """Loads of a lane: its keys in each step, and its columns of them.
 
     Parameters
     ----------
@@ -39,9 +38,9 @@ class KeyLoads:
 
     # -- keys of a lane ------------------------------------------------------------------------------------------------
 
-    def first_key(self, start: Value) -> Value:
+    def subgroup_start(self, start: Value) -> Value:
         """This subgroup's first key of a step."""
-        return start + self.engine.subgroup * self.shape.stretch
+        return start + self.engine.subgroup * self.shape.subgroup_step
 
     def score_keys(self, start: Value) -> list[list[Value]]:
         """Keys of which this lane holds K and scores, by block; they may be past the end."""
@@ -52,7 +51,7 @@ class KeyLoads:
         return self._lane_keys(start, self.engine.lane_col, self.engine.part_cols)
 
     def _lane_keys(self, start: Value, lane: Value, parts: list[int]) -> list[list[Value]]:
-        first = self.first_key(start) + lane
+        first = self.subgroup_start(start) + lane
         return [[first + (i * SIZE + part) for part in parts] for i in range(self.shape.blocks)]
 
     def _existing(self, keys: list[list[Value]], end: Value | None) -> list[list[Value]]:
@@ -71,47 +70,33 @@ class KeyLoads:
     def pages(self, start: Value, end: Value | None = None) -> list[Value]:
         """Page numbers of a step's keys; one for each block if it lies in one page."""
         if self.config.page_shared:
-            first = self.first_key(start)
+            first = self.subgroup_start(start)
             wanted = [[first + i * SIZE for i in range(self.shape.blocks)]]
         else:
             wanted = [*self.score_keys(start), *self.value_keys(start)]
         return [number for block in self._existing(wanted, end) for number in self.work.page_numbers(block)]
 
-    def _key_pages(self, pages: list[Value]) -> list[list[Value]]:
-        """Pages of K by block."""
-        return self._by_block(pages, 0, len(self.engine.part_rows))
-
-    def _value_pages(self, pages: list[Value]) -> list[list[Value]]:
-        """Pages of V by block."""
-        return self._by_block(pages, len(self.engine.part_rows) * self.shape.blocks, len(self.engine.part_cols))
-
-    def _by_block(self, pages: list[Value], first: int, each: int) -> list[list[Value]]:
-        blocks = self.shape.blocks
+    def _pages_by_block(self, name: str, pages: list[Value]) -> list[list[Value]]:
+        """Page numbers of K or V out of those of `pages`."""
+        blocks, key_parts = self.shape.blocks, len(self.engine.part_rows)
         if not pages:
             return [[]] * blocks
         if self.config.page_shared:
             return [[page] for page in pages]
+        first, each = (0, key_parts) if name == "k" else (key_parts * blocks, len(self.engine.part_cols))
         return [pages[first + i * each : first + (i + 1) * each] for i in range(blocks)]
 
     # -- K, V and scales -----------------------------------------------------------------------------------------------
 
-    def load_keys(self, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
-        """Load this lane's runs of K of a step, by block, key and piece."""
-        keys = self._existing(self.score_keys(start), end)
-        return self._load(self.keys, "k", self.work.k, keys, self._key_pages(pages))
-
-    def load_values(self, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
-        """Load this lane's runs of V of a step, by block, key and piece."""
-        keys = self._existing(self.value_keys(start), end)
-        return self._load(self.values, "v", self.work.v, keys, self._value_pages(pages))
-
-    def _load(
-        self, layout: Direct, name: str, matrix: Matrix, keys: list[list[Value]], pages: list[list[Value]]
-    ) -> list[Value]:
+    def load(self, name: str, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
+        """Load this lane's runs of K or V of a step, by block, key and piece."""
+        layout, matrix, keys = self.values, self.work.v, self.value_keys
+        if name == "k":
+            layout, matrix, keys = self.keys, self.work.k, self.score_keys
         found = []
-        for block, numbers in zip(keys, pages, strict=True):
-            for start in self.work.key_starts(name, block, numbers):
-                found += layout.load(matrix, matrix.base + start)
+        for block, numbers in zip(self._existing(keys(start), end), self._pages_by_block(name, pages), strict=True):
+            for at in self.work.key_starts(name, block, numbers):
+                found += layout.load(matrix, matrix.base + at)
         return found
 
     def scales(self, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
@@ -119,24 +104,23 @@ class KeyLoads:
         if not self.config.quantised:
             return []
         keys = self._existing(self.score_keys(start), end)
-        by_block = zip(keys, self._key_pages(pages), strict=True)
+        by_block = zip(keys, self._pages_by_block("k", pages), strict=True)
         found = [self.work.scales(block, numbers) for block, numbers in by_block]
         return [x for block in found for pair in block for x in pair]
 
     def scale_variables(self) -> list[Var]:
-        """Variables for the scales of a step."""
         count = 2 * self.shape.blocks * len(self.engine.part_rows) if self.config.quantised else 0
         return [self.b.var(self.b.const(0.0, f32), "scale") for _ in range(count)]
 
     def scales_by_block(self, scales: list[Value]) -> Scales:
-        """Group what `scales` gave by block and key."""
+        """Group the result of `scales` by block and key."""
         pairs, each = list(zip(scales[::2], scales[1::2], strict=True)), len(self.engine.part_rows)
         return [pairs[i : i + each] for i in range(0, len(pairs), each)]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a lane has loaded for a step of keys.
+    """Values that a lane has loaded for a step of keys.
 
     Attributes
     ----------
@@ -184,7 +168,7 @@ class Prefetch:
             self._load(self.work.expected_first, self.work.p.number("seq_kv"), self.early_values)
 
     def load_first(self) -> None:
-        """Load what is missing of the first step, except for V, and the page numbers of the second."""
+        """Load the rest of the first step, except for V, and the page numbers of the second."""
         work, loads = self.work, self.loads
         self.next_pages = loads.page_variables()
         if loads.config.left:
@@ -199,22 +183,22 @@ class Prefetch:
         work = self.work
         if self.values_ahead and not self.early_values:
             with self.b.if_(work.first < work.end):
-                assign(self.v, self.loads.load_values(work.first, values(self.pages)))
+                assign(self.v, self.loads.load("v", work.first, values(self.pages)))
 
     def next_step(self, start: Value) -> Step:
-        """What was loaded for the step at ``start``; begins the loads of the next one."""
+        """Return the values of the step at ``start`` and begin the loads of the next one."""
         b, work, loads = self.b, self.work, self.loads
         later = start + work.stride
-        v = values(self.v) if self.values_ahead else loads.load_values(start, values(self.pages))
+        v = values(self.v) if self.values_ahead else loads.load("v", start, values(self.pages))
         k, variables = values(self.k), [b.var(run, "v") for run in v]
         step = Step(start, k, variables, loads.scales_by_block(values(self.scales)))
         # The condition also keeps the loads here: without it a compiler moves loads of bytes below the first product,
         # into the registers that it frees, and the product with V has to wait.
         with b.if_(later < work.end):
-            assign(self.k, loads.load_keys(later, values(self.next_pages)))
+            assign(self.k, loads.load("k", later, values(self.next_pages)))
             assign(self.scales, loads.scales(later, values(self.next_pages)))
             if self.values_ahead:
-                assign(self.v, loads.load_values(later, values(self.next_pages)))
+                assign(self.v, loads.load("v", later, values(self.next_pages)))
             assign(self.pages, values(self.next_pages))
             assign(self.next_pages, loads.pages(later + work.stride))
         return step
@@ -224,8 +208,8 @@ class Prefetch:
         with self.b.if_(start < end):
             assign(self.pages, loads.pages(start, end))
             pages = values(self.pages)
-            assign(self.k, loads.load_keys(start, pages, end))
+            assign(self.k, loads.load("k", start, pages, end))
             if with_values:
                 assign(self.scales, loads.scales(start, pages, end))
             if with_values and self.values_ahead:
-                assign(self.v, loads.load_values(start, pages, end))
+                assign(self.v, loads.load("v", start, pages, end))

@@ -26,8 +26,8 @@ class Queries:
     Attributes
     ----------
     scales : Value or None
-        After `factors`: shared memory with the power of two by which each row is to be multiplied; None for rows that
-        are as they were.
+        After `factors`: shared memory with the power of two that undoes the scaling of each row; None if rows are not
+        scaled.
     """
 
     def __init__(self, work: WorkRange, config: FragmentDecodeConfig, engine: Components, keys: Direct) -> None:
@@ -51,7 +51,7 @@ class Queries:
         """Q as right factors. Clears the rows of ``weights``, shared memory for P, that no query row has."""
         return self._direct_factors(weights) if self.config.direct_queries else self._shared_factors(weights)
 
-    # -- by way of shared memory ---------------------------------------------------------------------------------------
+    # -- through shared memory -----------------------------------------------------------------------------------------
 
     def _shared_factors(self, weights: Value) -> list[Value]:
         b, engine, shape, most_rows = self.b, self.engine, self.shape, self.config.most_rows
@@ -59,7 +59,7 @@ class Queries:
         memory = b.shared("queries", engine.elem, SIZE * stride)
         if self.config.quantised and self.config.dtype == "bf16":
             self.scales = b.shared("factors", f32, most_rows)
-        # Rows that do not exist are multiplied, too. There is time to clear them while loads are in flight.
+        # Rows that do not exist are multiplied, too; they are cleared while loads are in flight.
         self._clear(memory, most_rows * stride, (SIZE - most_rows) * stride, engine.thread, shape.threads)
         if shape.rows < SIZE:
             self._clear(weights, 0, shape.step * row_stride(SIZE), engine.thread, shape.threads)
@@ -80,14 +80,12 @@ class Queries:
         return [self.engine.lane + i for i in range(0, self.keys.padded, self.shape.lanes)]
 
     def _load_row(self, row: Value) -> list[Value]:
-        """Load this lane's elements of a row of Q."""
         b, work, dim = self.b, self.work, self.keys.padded
         start = work.row_start("q", work.q, *work.own_query(row))
         inside = [b.min(column, dim - 1) if dim % self.shape.lanes else column for column in self._columns()]
         return [work.q.load_quad(b, start, self.keys.source(column), dim, 1) for column in inside]
 
     def _store_row(self, row: Value, found: list[Value], memory: Value, stride: int) -> None:
-        """Store a row of Q in shared memory."""
         b, engine, dim, lanes = self.b, self.engine, self.keys.padded, self.shape.lanes
         if self.scales is not None:
             found, scale = self._narrowed([b.cast(x, f32) for x in found])
@@ -112,7 +110,6 @@ class Queries:
         return [b.cast(x * down, f16) for x in found], b.bitcast(exponent << 23, f32)
 
     def _clear(self, memory: Value, begin: Value | int, size: int, thread: Value, threads: int) -> None:
-        """Clear shared memory with some threads."""
         b, at_once = self.b, threads * QUAD
         zeros = b.splat(b.const(0, self.engine.elem), QUAD)
         for first in range(0, size, at_once):
@@ -136,6 +133,6 @@ class Queries:
     def _direct_factors(self, weights: Value) -> list[Value]:
         shape, keys, engine = self.shape, self.keys, self.engine
         if shape.rows < SIZE:
-            own = shape.stretch * row_stride(SIZE)
+            own = shape.subgroup_step * row_stride(SIZE)
             self._clear(weights, engine.subgroup * own, own, engine.lane, shape.lanes)
         return [keys.right_factor(self._words, number) for number in range(keys.fragments)]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from aule import tuning
-from aule.ops.attention.plan.layout import aligned_rows, view_scalars
-from aule.ops.attention.plan.scalars import problem_scalars
-from aule.ops.attention.problem import UNBOUNDED
+from aule.ops.attention.plan.layout import Layout, view_scalars
+from aule.ops.attention.plan.scalars import problem_scalars, score_options
+from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.combine.partials import row_quads
 from aule.ops.combine.second_launch import CombineConfig, build_combine
-from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape
+from aule.ops.decode.config import AnyShape, DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape
 from aule.ops.decode.fragment.kernel import build_decode_fragment
 from aule.ops.decode.plan.prefill import few_tokens, page_scalars, plan_prefill
 from aule.ops.decode.plan.shapes import (
@@ -41,7 +41,7 @@ from aule.tuning import model
 from aule.view import ITEMSIZE, TensorView
 
 Combine = Literal["cluster", "last_workgroup", "second_launch"]
-"""Who combines the partial results of a split sequence."""
+"""How the partial results of a split sequence are combined."""
 
 
 def decode_views(operands: DecodeOperands, out: TensorView) -> dict[str, TensorView]:
@@ -64,7 +64,7 @@ def plan_decode(
     views: dict[str, TensorView],
     target: Target,
     aligned_base: dict[str, bool] | None = None,
-    shape: DecodeShape | FragmentDecodeShape | None = None,
+    shape: AnyShape | None = None,
     splits: int | None = None,
     combine: Combine | None = None,
 ) -> Plan:
@@ -81,12 +81,12 @@ def plan_decode(
     splits : int, optional
         Splits of each sequence's keys; by default the planner chooses.
     combine : {"cluster", "last_workgroup", "second_launch"}, optional
-        Who combines the splits; by default the planner chooses. Ignored if there is one split.
+        How splits are combined; by default the planner chooses. Ignored if there is one split.
     """
     if math.prod(problem.out_shape) == 0 or problem.batch == 0 or problem.seq_q == 0:
         return Plan(())
-    call = _Call(problem, views, target, aligned_base or {})
-    prefill = plan_prefill(problem, views, target, call.paging, call.aligned_base, call.largest_index > 2**31 - 1)
+    call = _Call(problem, Layout(views, aligned_base or {}), target)
+    prefill = plan_prefill(problem, views, target, call.paging, aligned_base or {}, call.largest_index > 2**31 - 1)
     if prefill is not None and problem.total_q is None:
         return Plan((prefill,))
     # In a packed batch the prefill launch takes the sequences of many tokens.
@@ -101,18 +101,13 @@ class _Call:
     """A problem, its operands and the target."""
 
     problem: DecodeProblem
-    views: dict[str, TensorView]
+    layout: Layout
     target: Target
-    aligned_base: dict[str, bool]
 
-    def aligned(self, name: str, run: int) -> bool:
-        """Whether rows of an operand can be read or written as vectors of ``run`` elements."""
-        return aligned_rows(self.views[name], run) and self.aligned_base.get(name, True)
-
-    @property
-    def unit(self) -> tuple[bool, ...]:
-        """For q, k, v, o: the head dimension has stride 1."""
-        return tuple(self.views[n].strides[3] == 1 or self.views[n].shape[3] == 1 for n in "qkvo")
+    @cached_property
+    def attention(self) -> AttentionProblem:
+        """Attention of the batch, as if every sequence had ``seq_q`` queries and ``seq_kv`` keys."""
+        return replace(self.problem.alone(self.problem.seq_q, self.problem.seq_kv), batch=self.problem.batch)
 
     @property
     def paging(self) -> Paging:
@@ -123,8 +118,8 @@ class _Call:
 
     @property
     def largest_index(self) -> int:
-        """Elements up to the last of any operand."""
-        return max(view.last_index + 1 for view in self.views.values())
+        """Largest number of elements up to the last of an operand."""
+        return max(view.last_index + 1 for view in self.layout.views.values())
 
     @property
     def cache_bytes(self) -> int:
@@ -148,14 +143,14 @@ class _Choice:
     splits : int
         Most splits of a sequence's keys.
     combine : str or None
-        Who combines the splits; None if there is one.
+        How splits are combined; None if there is one.
     least_keys : int
         Fewest keys of a split, if a sequence is shorter than it could be.
     """
 
-    problem: DecodeProblem = field(repr=False)
+    problem: DecodeProblem
     tokens: int
-    shape: DecodeShape | FragmentDecodeShape
+    shape: AnyShape
     splits: int
     combine: Combine | None
     least_keys: int
@@ -189,14 +184,8 @@ class _Choice:
         return heads, self.splits, self.problem.batch
 
 
-def _choose(
-    call: _Call,
-    tokens: int,
-    shape: DecodeShape | FragmentDecodeShape | None,
-    splits: int | None,
-    combine: Combine | None,
-) -> _Choice:
-    """Choose shape, splits and who combines them, unless they are given."""
+def _choose(call: _Call, tokens: int, shape: AnyShape | None, splits: int | None, combine: Combine | None) -> _Choice:
+    """Choose shape, splits and how these are combined, unless they are given."""
     shape = _choose_shape(call, tokens, shape)
     choice = _Choice(call.problem, tokens, shape, 1, combine, split_limits(call.target)["least_keys"])
     choice = replace(choice, splits=splits) if splits is not None else _choose_splits(call, choice)
@@ -207,19 +196,17 @@ def _choose(
     return choice if choice.combine is not None else replace(choice, combine=_choose_combine(call, choice))
 
 
-def _choose_shape(
-    call: _Call, tokens: int, shape: DecodeShape | FragmentDecodeShape | None
-) -> DecodeShape | FragmentDecodeShape:
+def _choose_shape(call: _Call, tokens: int, shape: AnyShape | None) -> AnyShape:
     problem, target = replace(call.problem, seq_q=tokens), call.target
     shape = shape or choose_decode_fragments(problem, target)
     if isinstance(shape, FragmentDecodeShape):
-        runs = fragment_runs(problem, target)
-        if not (call.aligned("k", runs[0]) and call.aligned("v", runs[1])):
+        k_run, v_run = fragment_runs(problem, target)
+        if not all(call.layout.aligned("k", k_run) + call.layout.aligned("v", v_run)):
             shape = None
     if shape is not None:
         return shape
     run = 16
-    while run > 1 and not (call.aligned("k", run) and call.aligned("v", run)):
+    while run > 1 and not all(call.layout.aligned("kv", run)):
         run //= 2
     return choose_decode_shape(problem, target, run)
 
@@ -227,17 +214,16 @@ def _choose_shape(
 def _choose_splits(call: _Call, choice: _Choice) -> _Choice:
     """Choose the number of splits, and a cluster if that suits."""
     problem, target, shape, blocks = call.problem, call.target, choice.shape, choice.blocks
-    fragments = isinstance(shape, FragmentDecodeShape)
-    if isinstance(shape, FragmentDecodeShape) and choice.combine is None:
-        dims = problem.head_dim, problem.value_dim
-        cluster = choose_cluster(shape, blocks, problem.seq_kv, dims, target)
-        if cluster > 1:
-            return replace(choice, splits=cluster, combine="cluster")
-    if fragments and is_short(problem, target):
-        return choice
+    if isinstance(shape, FragmentDecodeShape):
+        if choice.combine is None:
+            cluster = choose_cluster(shape, blocks, problem.seq_kv, (problem.head_dim, problem.value_dim), target)
+            if cluster > 1:
+                return replace(choice, splits=cluster, combine="cluster")
+        if is_short(problem, target):
+            return choice
     resident = _resident(shape, target)
     # If several workgroups share a compute unit it is better to have all of them.
-    even = not fragments or resident < split_limits(target)["uneven_resident"]
+    even = isinstance(shape, DecodeShape) or resident < split_limits(target)["uneven_resident"]
     splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens, even)
     return replace(choice, splits=splits, least_keys=least)
 
@@ -246,7 +232,7 @@ def _choose_combine(call: _Call, choice: _Choice) -> Combine:
     """Choose between the last workgroup and a second launch."""
     problem = call.problem
     block_rows = min(choice.shape.rows, problem.group * choice.tokens)
-    buffers = len(call.views) + int(problem.return_lse) + 3  # partial results, their log-sum-exps, tickets
+    buffers = len(call.layout.views) + int(problem.return_lse) + 3  # partial results, their log-sum-exps, tickets
     dims = problem.head_dim, problem.value_dim
     last = combines_in_last_workgroup(choice.shape, block_rows, choice.splits, dims, buffers, call.target)
     return "last_workgroup" if last else "second_launch"
@@ -257,7 +243,7 @@ def _is_flat(choice: _Choice, target: Target) -> bool:
     return any(count > most for count, most in zip(choice.axes, target.max_grid, strict=True))
 
 
-def _resident(shape: DecodeShape | FragmentDecodeShape, target: Target) -> int:
+def _resident(shape: AnyShape, target: Target) -> int:
     """Workgroups that a compute unit runs at a time.
 
     Without a limit on registers, a few subgroups on matrix units have more loads in flight than a compute unit's share
@@ -276,11 +262,12 @@ def _resident(shape: DecodeShape | FragmentDecodeShape, target: Target) -> int:
 
 def _configure(call: _Call, choice: _Choice) -> DecodeConfig | FragmentDecodeConfig:
     """Configuration of the kernel that attends to the keys."""
-    problem, shape = call.problem, choice.shape
+    problem, layout, shape = call.problem, call.layout, choice.shape
     options = _score_options(call) | _grid_options(call, choice)
+    q_aligned, o_aligned = layout.aligned("qo", QUAD)
     if isinstance(shape, FragmentDecodeShape):
         early = reads_queries_early(problem, call.target)
-        direct = early and call.unit[0] and call.aligned("q", RUN) and reads_queries_direct(problem, call.target)
+        direct = early and all(layout.aligned("q", RUN)) and reads_queries_direct(problem, call.target)
         return FragmentDecodeConfig(
             **options,
             shape=shape,
@@ -288,38 +275,30 @@ def _configure(call: _Call, choice: _Choice) -> DecodeConfig | FragmentDecodeCon
             early_queries=early,
             direct_queries=direct,
             page_shared=problem.page > 0 and problem.page % SIZE == 0,
-            aligned=(call.aligned("q", QUAD), True, True, call.aligned("o", QUAD)),
+            aligned=(q_aligned, True, True, o_aligned),
         )
-    widths = {"q": QUAD, "k": shape.run, "v": shape.run, "o": QUAD}
     return DecodeConfig(
         **options,
         shape=shape,
-        page_shared=problem.page > 0 and problem.page % shape.stretch == 0,
-        aligned=tuple(call.aligned(name, width) for name, width in widths.items()),
+        page_shared=problem.page > 0 and problem.page % shape.subgroup_step == 0,
+        aligned=(q_aligned, *layout.aligned("kv", shape.run), o_aligned),
     )
 
 
 def _score_options(call: _Call) -> dict[str, Any]:
     """Fields that the problem and its operands decide."""
     problem = call.problem
-    left, right = problem.limits
-    return {
-        "dtype": problem.dtype,
+    (left, right), packed = problem.limits, problem.total_q is not None
+    return score_options(call.attention) | {
         "cache": problem.cache,
-        "head_dim": problem.head_dim,
-        "value_dim": problem.value_dim,
         "left": left != UNBOUNDED,
         # A single query stands at the last key: there are no keys to its right.
-        "right": right != UNBOUNDED and (problem.total_q is not None or problem.seq_q > 1 or right < 0),
-        "softcap": problem.softcap > 0,
-        "alibi": problem.alibi,
-        "sinks": problem.sinks,
-        "lse": problem.return_lse,
-        "packed": problem.total_q is not None,
+        "right": right != UNBOUNDED and (packed or problem.seq_q > 1 or right < 0),
+        "packed": packed,
         "lens": problem.lens,
         "paging": call.paging,
-        "unit": call.unit,
-        "one_token": _one_token(problem),
+        "unit": call.layout.unit("qkvo"),
+        "one_token": problem.seq_q == 1 and not packed,
     }
 
 
@@ -345,18 +324,13 @@ def _grid_options(call: _Call, choice: _Choice) -> dict[str, Any]:
     }
 
 
-def _one_token(problem: DecodeProblem) -> bool:
-    return problem.total_q is None and problem.seq_q == 1
-
-
 # -- scalars and steps -------------------------------------------------------------------------------------------------
 
 
 def _scalars(call: _Call, choice: _Choice) -> dict[str, int | float]:
     problem = call.problem
-    attention = replace(problem.alone(problem.seq_q, problem.seq_kv), batch=problem.batch)
     least_steps = 1 if choice.combine == "cluster" else max(choice.least_keys // choice.shape.step, 1)
-    return problem_scalars(attention, call.target) | view_scalars(call.views) | page_scalars(problem) | {
+    return problem_scalars(call.attention, call.target) | view_scalars(call.layout.views) | page_scalars(problem) | {
         "blocks": choice.blocks * choice.splits,
         "row_blocks": choice.row_blocks,
         "splits": choice.splits,

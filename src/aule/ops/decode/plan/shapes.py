@@ -8,7 +8,7 @@ from typing import Any
 
 from aule import tuning
 from aule.ops.combine.partials import combiner_bytes
-from aule.ops.decode.config import WIDEST, DecodeShape, FragmentDecodeShape
+from aule.ops.decode.config import WIDEST, AnyShape, DecodeShape, FragmentDecodeShape
 from aule.ops.decode.problem import DecodeProblem
 from aule.target import Target
 from aule.tile.common.matrix import QUAD, padded
@@ -201,12 +201,7 @@ def choose_splits(
 
 
 def combines_in_last_workgroup(
-    shape: DecodeShape | FragmentDecodeShape,
-    rows: int,
-    splits: int,
-    dims: tuple[int, int],
-    buffers: int,
-    target: Target,
+    shape: AnyShape, rows: int, splits: int, dims: tuple[int, int], buffers: int, target: Target
 ) -> bool:
     """Whether the last workgroup of a block of rows combines its splits, rather than a second launch.
 

@@ -14,16 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import Scalar, f32, i32, i64
-from aule.ops.combine.workgroup import Threads, WorkgroupPartials
+from aule.ir.types import f32, i32
+from aule.ops.combine.workgroup import WorkgroupPartials
 from aule.ops.decode.config import DecodeConfig
 from aule.ops.decode.result import Result
 from aule.ops.decode.simt.loads import KeyLoads
 from aule.ops.decode.variables import assign, values
-from aule.ops.decode.work_range import WorkRange
-from aule.ops.scores import modifiers as mod
-from aule.ops.scores.parameters import Parameters
-from aule.ops.softmax.online_softmax import Maximum, SoftmaxState
+from aule.ops.decode.work_range import QueryRow, WorkRange
 from aule.target import Target
 from aule.tile.common.lane_team import Team
 from aule.tile.common.math import LOWEST, NEG_INF, fold
@@ -47,18 +44,8 @@ def build_decode(config: DecodeConfig, target: Target, name: str = KERNEL_NAME) 
 
 
 @dataclass(frozen=True)
-class _Row:
-    """A query row whose scores a lane works on."""
-
-    modifiers: list[mod.Modifier]
-    head: Value
-    position: Value
-    softmax: SoftmaxState
-
-
-@dataclass(frozen=True)
 class _Step:
-    """What a lane has loaded for a step of keys.
+    """Values that a lane has loaded for a step of keys.
 
     Attributes
     ----------
@@ -82,15 +69,11 @@ class _Decode:
     def __init__(self, b: Builder, config: DecodeConfig, target: Target) -> None:
         self.b, self.config, self.shape = b, config, config.shape
         shape = config.shape
-        self.index: Scalar = i64 if config.index64 else i32
-        self.p = Parameters(b, config, self.index)
-        # Steps begin at multiples of a subgroup's keys, so that these lie in one page if pages are multiples of it.
-        self.work = WorkRange(self.p, config, shape.rows, shape.stretch, shape.step)
+        self.work = WorkRange(b, config)
         self.result = Result(self.work)
-        branches = target.subgroup_barriers
-        self.team = Team(b, shape.lanes, shape.subgroup, shape.threads, shape.rows * shape.keys, branches)
-        self.loads = KeyLoads(self.work, self.team, shape, target.f16)
         self.scores = shape.rows * shape.keys
+        self.team = Team(b, shape.lanes, shape.subgroup, shape.threads, self.scores, target.subgroup_barriers)
+        self.loads = KeyLoads(self.work, config, self.team, target.f16)
 
     # -- the loop over keys --------------------------------------------------------------------------------------------
 
@@ -122,13 +105,13 @@ class _Decode:
             b.launch_next()
         self._finish(rows, O)
         if config.last_workgroup_combines:
-            self.result.combine_splits(self.shape.rows, self.team.thread, self.shape.threads)
+            self.result.combine_splits(self.team.thread)
 
     def _queries(self) -> list[list[Value]]:
         """This lane's columns of every query row, scaled."""
         b, config, shape, work = self.b, self.config, self.shape, self.work
-        padded = shape.pieces(config.head_dim) * shape.lanes * shape.run
-        scale = self.p.number("scale", f32)
+        padded = shape.padded(config.head_dim)
+        scale = work.p.number("scale", f32)
         found = []
         for r in range(shape.rows):
             start = work.row_start("q", work.q, *work.own_query(b.const(r, i32)))
@@ -141,17 +124,10 @@ class _Decode:
             found.append(row)
         return found
 
-    def _rows(self) -> list[_Row]:
-        """The rows whose scores this lane works on."""
-        b = self.b
-        rows = []
+    def _rows(self) -> list[QueryRow]:
+        """The rows whose scores this lane owns."""
         first = self.team.owned(self.shape.rows)
-        for i in range(max(self.shape.rows // self.shape.lanes, 1)):
-            token, head = self.work.own_query(first + i)
-            m, l = b.var(b.const(LOWEST, f32), "m"), b.var(b.const(0.0, f32), "l")
-            modifiers, position = self.work.modifiers(head), self.work.extent.shift + token
-            rows.append(_Row(modifiers, head, position, SoftmaxState(Maximum(b), m, l)))
-        return rows
+        return [self.work.query_row(first + i) for i in range(max(self.shape.rows // self.shape.lanes, 1))]
 
     def _own_keys(self, start: Value) -> list[Value]:
         """Keys of the scores that this lane owns in a row."""
@@ -163,20 +139,18 @@ class _Decode:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _attend(self, q: list[list[Value]], step: _Step, rows: list[_Row], O: list[list[Var]]) -> None:
+    def _attend(self, q: list[list[Value]], step: _Step, rows: list[QueryRow], O: list[list[Var]]) -> None:
         """Compute S = Q K^T, softmax of the scores that each lane owns, and O = O + P V."""
-        b, shape, work = self.b, self.shape, self.work
+        b = self.b
         S = self._scores(q, step, rows)
         self._follow_maximum(rows, S, O)
         P = self.team.spread(self._weigh(rows, S, step.scales), self.scores)
-        at = step.start + self.loads.subgroup * shape.stretch
-        edge = (at < work.full_first) | (at + shape.stretch > work.full_end)
-        with b.if_(edge):
+        with b.if_(self.work.at_edge(self.loads.subgroup_start(step.start))):
             self._add_values(O, P, step.v, guarded=True)
         with b.else_():
             self._add_values(O, P, step.v, guarded=False)
 
-    def _scores(self, q: list[list[Value]], step: _Step, rows: list[_Row]) -> list[list[Value]]:
+    def _scores(self, q: list[list[Value]], step: _Step, rows: list[QueryRow]) -> list[list[Value]]:
         """The scores that this lane owns, by row, after all modifiers."""
         b, shape, scales = self.b, self.shape, step.scales
         numbers = list(self.loads.numbers_by_key(step.k, shape.pieces(self.config.head_dim)))
@@ -188,27 +162,28 @@ class _Decode:
         for i, row in enumerate(rows):
             mine = []
             for j, s in enumerate(owned[i * per_row : (i + 1) * per_row]):
-                site = mod.Site(self.work.batch, row.head, row.position, own_keys[j], row.position)
                 s = s * scales[j][0] if scales else s
                 for modifier in row.modifiers:
-                    s = modifier.apply(b, s, site)
+                    s = modifier.apply(b, s, row.site(own_keys[j]))
                 mine.append(s)
             scores.append(mine)
         return scores
 
-    def _follow_maximum(self, rows: list[_Row], S: list[list[Value]], O: list[list[Var]]) -> None:
+    def _follow_maximum(self, rows: list[QueryRow], S: list[list[Value]], O: list[list[Var]]) -> None:
         """Let m follow the largest score if it lags too far behind."""
         b, shape = self.b, self.shape
-        # Lanes that own scores of the same row agree on its maximum; those that own the very same ones do already.
-        lanes_of_row = max(shape.lanes // shape.rows, 1)
-        same = max(shape.lanes // self.scores, 1)
-        highest = [self.team.combine("max", fold(b, "max", list(mine)), same, lanes_of_row) for mine in S]
+        highest = [self._combine_lanes("max", fold(b, "max", list(mine))) for mine in S]
         lagging = [high > row.softmax.m.value + LAG for high, row in zip(highest, rows, strict=True)]
         with self.team.where_any(fold(b, "or", lagging)):
             alphas = [row.softmax.follow(high) for high, row in zip(highest, rows, strict=True)]
             _scale_rows(O, self.team.spread(alphas, shape.rows))
 
-    def _weigh(self, rows: list[_Row], S: list[list[Value]], scales: list[tuple[Value, Value]]) -> list[Value]:
+    def _combine_lanes(self, kind: str, value: Value) -> Value:
+        """Combine a value over the lanes that own scores of a row; those that own the very same scores count once."""
+        shape = self.shape
+        return self.team.combine(kind, value, max(shape.lanes // self.scores, 1), max(shape.lanes // shape.rows, 1))
+
+    def _weigh(self, rows: list[QueryRow], S: list[list[Value]], scales: list[tuple[Value, Value]]) -> list[Value]:
         """P of the scores that this lane owns, times the scales of V; -inf marks dropped keys."""
         b = self.b
         p: list[Value] = []
@@ -235,12 +210,10 @@ class _Decode:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, rows: list[_Row], O: list[list[Var]]) -> None:
+    def _finish(self, rows: list[QueryRow], O: list[list[Var]]) -> None:
         """Combine the teams of a subgroup, then the subgroups, and store the rows."""
         b, shape, team = self.b, self.shape, self.team
-        lanes_of_row = max(shape.lanes // shape.rows, 1)
-        same = max(shape.lanes // self.scores, 1)
-        sums = [team.combine("add", row.softmax.l.value, same, lanes_of_row) for row in rows]
+        sums = [self._combine_lanes("add", row.softmax.l.value) for row in rows]
         maxima = [row.softmax.m.value for row in rows]
         if shape.subgroup > shape.lanes:
             b.comment("teams of a subgroup")
@@ -255,7 +228,7 @@ class _Decode:
             for row in O:
                 for x in row:
                     x.value = team.combine("add", x.value, shape.lanes, shape.subgroup)
-        if shape.parts == 1:
+        if shape.subgroups == 1:
             self._store(maxima, sums, O)
         else:
             self._combine_parts(maxima, sums, O)
@@ -263,8 +236,7 @@ class _Decode:
     def _store(self, maxima: list[Value], sums: list[Value], O: list[list[Var]]) -> None:
         """Store the rows of a workgroup of one subgroup."""
         b, shape, team, result = self.b, self.shape, self.team, self.result
-        pieces = shape.pieces(self.config.value_dim)
-        padded = pieces * shape.lanes * shape.run
+        pieces, padded = shape.pieces(self.config.value_dim), shape.padded(self.config.value_dim)
         m, l = team.spread(maxima, shape.rows), team.spread(sums, shape.rows)
         numbers = [b.const(r, i32) for r in range(shape.rows)]
         ends = [result.finish(*given) for given in zip(numbers, m, l, strict=True)]
@@ -279,9 +251,9 @@ class _Decode:
     def _combine_parts(self, maxima: list[Value], sums: list[Value], O: list[list[Var]]) -> None:
         """Combine the results of subgroups, or of teams if there are no subgroups, in shared memory."""
         b, shape, team, loads = self.b, self.shape, self.team, self.loads
-        pieces = shape.pieces(self.config.value_dim)
+        pieces, padded = shape.pieces(self.config.value_dim), shape.padded(self.config.value_dim)
         part = loads.subgroup if shape.subgroup else loads.member
-        partials = WorkgroupPartials(b, shape.parts, shape.rows, pieces * shape.lanes * shape.run)
+        partials = WorkgroupPartials(b, team.thread, shape.subgroups, shape.rows, padded, min(QUAD, shape.run))
         first = team.owned(shape.rows)
         # By now all teams of a subgroup hold its sums; without subgroups, each team holds its own.
         with b.if_(b.eq(loads.member, 0) if shape.subgroup else loads.member >= 0):
@@ -294,7 +266,7 @@ class _Decode:
                 for piece in range(pieces):
                     columns = values(variables[piece * shape.run : (piece + 1) * shape.run])
                     partials.store_columns(part, row, loads.column(piece), columns)
-        self.result.combine(partials, Threads(team.thread, shape.threads, min(QUAD, shape.run)))
+        self.result.combine(partials)
 
 
 def _dot(b: Builder, x: list[Value], y: list[Value]) -> Value:

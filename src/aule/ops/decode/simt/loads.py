@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from aule.ir import Value, Var
 from aule.ir.types import f32, i32
-from aule.ops.decode.config import DecodeConfig, DecodeShape
+from aule.ops.decode.config import DecodeConfig
 from aule.ops.decode.work_range import WorkRange
 from aule.tile.common.lane_team import Team
 from aule.tile.common.math import from_e4m3
@@ -16,7 +16,7 @@ from aule.tile.common.quantised import E4M3_HALF, floats
 
 
 class KeyLoads:
-    """The keys of this thread's team in each step, and what the thread loads of them.
+    """Loads of a thread: the keys of its team in each step, and its columns of them.
 
     Attributes
     ----------
@@ -26,17 +26,16 @@ class KeyLoads:
         Number of this thread's team in its subgroup.
     """
 
-    def __init__(self, work: WorkRange, team: Team, shape: DecodeShape, f16: bool) -> None:
-        assert isinstance(work.config, DecodeConfig)
-        self.work, self.b, self.team, self.shape, self.config = work, work.b, team, shape, work.config
-        self._halves = work.config.cache == "e4m3" and work.config.words and f16  # e4m3 by way of fp16
-        b = work.b
+    def __init__(self, work: WorkRange, config: DecodeConfig, team: Team, f16: bool) -> None:
+        self.work, self.b, self.team, self.shape, self.config = work, work.b, team, config.shape, config
+        self._halves = config.cache == "e4m3" and config.words and f16  # e4m3 is converted through fp16
+        b, shape = work.b, config.shape
         self.subgroup, in_group = b.const(0, i32), team.thread
         if shape.subgroup:
             self.subgroup, in_group = divmod_const(b, team.thread, shape.subgroup)
         self.member, _ = divmod_const(b, in_group, shape.lanes)
-        self._width = shape.run // 4 if self.config.words else shape.run
-        self._lookups = 0 if self.config.paging == "none" else 1 if self.config.page_shared else shape.keys
+        self._width = shape.run // 4 if config.words else shape.run
+        self._lookups = 0 if config.paging == "none" else 1 if config.page_shared else shape.keys
 
     def key_variables(self) -> list[Var]:
         """Variables for a step's runs of K."""
@@ -51,9 +50,13 @@ class KeyLoads:
         """First column of a lane's piece of a row."""
         return (self.team.lane + piece * self.shape.lanes) * self.shape.run
 
+    def subgroup_start(self, start: Value) -> Value:
+        """First key of this thread's subgroup in the step at ``start``."""
+        return start + self.subgroup * self.shape.subgroup_step
+
     def first_key(self, start: Value) -> Value:
-        """First key of this thread's team in the step at ``start``; the next ones are ``shape.teams`` apart."""
-        return start + self.subgroup * self.shape.stretch + self.member
+        """First key of this thread's team in the step at ``start``; the next ones follow at every ``shape.teams``."""
+        return self.subgroup_start(start) + self.member
 
     def keys(self, start: Value) -> list[Value]:
         """Keys of this thread's team in the step at ``start``; those past the end are replaced by the last."""
@@ -66,15 +69,14 @@ class KeyLoads:
             return []
         keys = self.keys(start)
         if self.config.page_shared:
-            keys = [self.b.min(start + self.subgroup * self.shape.stretch, self.work.end - 1)]
+            keys = [self.b.min(self.subgroup_start(start), self.work.end - 1)]
         return self.work.page_numbers(keys)
 
     def load(self, name: str, keys: list[Value], pages: list[Value]) -> list[Value]:
         """Load this lane's runs of K or V, by key and piece."""
         b, shape = self.b, self.shape
         matrix = self.work.k if name == "k" else self.work.v
-        pieces = shape.pieces(matrix.cols)
-        padded = pieces * shape.lanes * shape.run
+        pieces, padded = shape.pieces(matrix.cols), shape.padded(matrix.cols)
         starts = [matrix.base + offset for offset in self.work.key_starts(name, keys, pages)]
         if self.config.words:  # all counts are in words of four bytes
             matrix, padded = replace(matrix, cols=matrix.cols // 4), padded // 4
@@ -89,7 +91,7 @@ class KeyLoads:
         return [(k * (1.0 / E4M3_HALF), v * (1.0 / E4M3_HALF)) for k, v in found] if self._halves else found
 
     def numbers_by_key(self, runs: list[Value], pieces: int) -> Iterator[list[Value]]:
-        """Elements of each key of a step as fp32, without their scale; e4m3 by way of fp16 times `E4M3_HALF`."""
+        """Elements of each key of a step as fp32, unscaled; times `E4M3_HALF` if e4m3 is converted through fp16."""
         for i in range(self.shape.keys):
             yield [x for run in runs[i * pieces : (i + 1) * pieces] for x in self._floats(run)]
 
