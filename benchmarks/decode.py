@@ -1,7 +1,7 @@
 """Compares decoding with PyTorch: one query token for each sequence, long caches, contiguous, paged and quantised.
 
     python benchmarks/decode.py [--cases a,b] [--no-flex] [--no-vulkan] [--csv FILE]
-    python benchmarks/decode.py --tune CASE[,CASE] [--backend B] [--at-once N] ALTERNATIVE ...
+    python benchmarks/decode.py --tune CASE[,CASE] [--backend B] ALTERNATIVE ...
 
 bf16, 32 query and 8 key heads, d128. Peers in the same run: `F.scaled_dot_product_attention(enable_gqa=True)` with its
 best backend, and FlexAttention compiled (FlexDecoding), both on contiguous bf16, timed once for all cases that share
@@ -13,8 +13,7 @@ first case, one process per case compiles its kernels into the caches on disk, a
 An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the simt kernel, with ``-`` for the table's
 value, optionally followed by rows and run: ``4:8:128:-:4:8``. ``m:blocks:subgroups:registers:splits`` is one of the
 kernel on matrix units. The planner's choice comes first. If sequences are split, each alternative is timed with the
-parts combined by the last workgroup, by a second launch, and by a cluster; ``--at-once`` is the number of parts that a
-thread of the last workgroup loads at a time.
+parts combined by the last workgroup, by a second launch, and by a cluster.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from aule.engine.probe import find_layout
 from aule.engine.run import prepare
 from aule.errors import AuleError
 from aule.ops.decode.config import FragmentDecodeShape
-from aule.ops.decode.plan import decode as planner
 from aule.ops.decode.plan.decode import decode_views, plan_decode
 from aule.ops.decode.plan.shapes import choose_decode_shape
 from aule.ops.decode.validate import decode_problem

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.version.cuda is None, reason="PyTorch has no CUDA device"
-),
+        not torch.cuda.is_available() or torch.version.cuda is None, reason="PyTorch has no CUDA device"
+    ),
 ]
 
 
