@@ -44,25 +44,12 @@ def to_f64(array: Array, dtype: str) -> F64:
     return array.astype(np.float64)
 
 
-def attention_reference(
-    problem: AttentionProblem,
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    seed: Array | None = None,
-    cos: Array | None = None,
-    sin: Array | None = None,
-    first_batch: int = 0,
-) -> tuple[F64, F64]:
-    """Attention as `AttentionProblem` defines it, in fp64.
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The arrays of a problem.
 
-    Parameters
+    Attributes
     ----------
-    problem : AttentionProblem
     q, k, v : ndarray
         ``[batch, heads, seq, dim]``; leading axes of length 1 may be missing.
     mask, bias : ndarray, optional
@@ -72,11 +59,35 @@ def attention_reference(
     sinks : ndarray, optional
         ``[heads_q]``.
     seed : ndarray, optional
-        The words of the seed (`aule.ops.softmax.dropout.seed_words`), where the problem drops weights.
+        The words of the seed (`aule.ops.softmax.dropout.seed_words`), if the problem drops weights.
     cos, sin : ndarray, optional
         ``[positions, rope.half]``, with leading axes that broadcast to ``[batch, 1]``.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    mask: Array | None = None
+    bias: Array | None = None
+    alibi: Array | None = None
+    sinks: Array | None = None
+    seed: Array | None = None
+    cos: Array | None = None
+    sin: Array | None = None
+
+
+def attention_reference(
+    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Array | None
+) -> tuple[F64, F64]:
+    """Attention as `AttentionProblem` defines it, in fp64.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    q, k, v, **extra
+        The arrays of `Inputs`.
     first_batch : int
-        What dropout takes the first batch to be the number of.
+        The number that dropout gives to the first batch.
 
     Returns
     -------
@@ -86,88 +97,63 @@ def attention_reference(
         float64 ``[batch, heads_q, seq_q]``, the logarithm of the softmax's denominator, a sink included; -inf in a row
         that keeps no key and has no sink.
     """
-    out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
-    lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
+    out, lse = _empty_results(problem)
     with np.errstate(all="ignore"):
-        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch=first_batch):
-            s = (part.q @ part.k.T) * problem.scale
+        for rows in head_rows(problem, Inputs(q, k, v, **extra), first_batch):
+            s = (rows.q @ rows.k.T) * problem.scale
             if problem.softcap > 0:
                 s = problem.softcap * np.tanh(s / problem.softcap)
-            for term in part.terms:
+            for term in rows.terms:
                 s = s + term
-            # Selected, not multiplied: whatever a dropped key holds, NaN included, is gone from here on.
-            s = np.where(part.keep, s, -np.inf)
-            m = np.max(s, axis=1, initial=part.sink, keepdims=True)
-            m = np.where(m == -np.inf, 0.0, m)
-            p = np.exp(s - m)
-            total = p.sum(axis=1, keepdims=True) + np.exp(part.sink - m)
-            p = np.divide(p, total, out=np.zeros_like(p), where=total != 0)
-            out[part.where] = _product(p * part.factor, part.v, part.keep)
-            lse[part.where] = (m + np.log(total))[:, 0]
+            p, lse[rows.where] = softmax(s, rows.keep, rows.sink)
+            out[rows.where] = _product(p * rows.factor, rows.v, rows.keep)
     return out, lse
 
 
 def attention_twin(
-    problem: AttentionProblem,
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    seed: Array | None = None,
-    cos: Array | None = None,
-    sin: Array | None = None,
-    first_batch: int = 0,
-) -> F64:
-    """The same attention, naive and in the problem's own precision: the measuring rod for `tolerance`.
+    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Array | None
+) -> tuple[F64, F64]:
+    """Naive attention in the problem's own precision, whose error is the measure of `tolerance`.
 
     It follows PyTorch's math path where that may reduce in half precision: q and k each take the square root of the
     scale, every step (scores, each score modifier, softmax, product) is rounded to the problem's dtype, and products
-    accumulate in fp32.
-
-    Parameters
-    ----------
-    problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch
-        As in `attention_reference`.
-
-    Returns
-    -------
-    out : ndarray
-        float64 ``[batch, heads_q, seq_q, value_dim]`` holding values of the problem's dtype.
+    accumulate in fp32. Parameters and results as for `attention_reference`.
     """
-    return _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch=first_batch)[0]
-
-
-def _twin(problem: AttentionProblem, *arrays: Any, first_batch: int = 0) -> tuple[F64, F64]:
-    """The twin, and its log-sum-exp; ``arrays`` are all those of `attention_twin`."""
     work = np.float64 if problem.dtype == "f64" else np.float32
     root = np.sqrt(abs(problem.scale))
-    out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
-    lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
+    out, lse = _empty_results(problem)
 
     def rounded(values: Array) -> Array:
         return rounded_to(values.astype(work), problem.dtype)
 
     with np.errstate(all="ignore"):
-        for part in parts(problem, *arrays, rounded=rounded, first_batch=first_batch):
-            s = rounded(rounded(part.q * np.copysign(root, problem.scale)) @ rounded(part.k * root).T)
+        for rows in head_rows(problem, Inputs(q, k, v, **extra), first_batch, rounded):
+            s = rounded(rounded(rows.q * np.copysign(root, problem.scale)) @ rounded(rows.k * root).T)
             if problem.softcap > 0:
                 s = rounded(rounded(np.tanh(rounded(s / work(problem.softcap)))) * work(problem.softcap))
-            for term in part.terms:
+            for term in rows.terms:
                 s = rounded(s + rounded(term))
-            s = np.where(part.keep, s, work(-np.inf))
-            sink = rounded(np.asarray(part.sink))
-            m = np.maximum(np.max(s, axis=1, initial=-np.inf, keepdims=True), sink)
-            m = np.where(m == -np.inf, work(0), m)
-            p = np.exp(s - m)
-            total = p.sum(axis=1, keepdims=True) + np.exp(sink - m)
-            p = rounded(np.divide(p, total, out=np.zeros_like(p), where=total != 0))
-            p = rounded(p * part.factor)
-            out[part.where] = rounded(_product(p, part.v.astype(work), part.keep))
-            lse[part.where] = (m + np.log(total))[:, 0]
+            p, lse[rows.where] = softmax(s, rows.keep, float(rounded(np.asarray(rows.sink))))
+            p = rounded(rounded(p) * rows.factor)
+            out[rows.where] = rounded(_product(p, rows.v.astype(work), rows.keep))
     return out, lse
+
+
+def _empty_results(problem: AttentionProblem) -> tuple[F64, F64]:
+    """Output and log-sum-exp of rows that keep no key."""
+    shape = (problem.batch, problem.heads_q, problem.seq_q)
+    return np.zeros((*shape, problem.value_dim)), np.full(shape, -np.inf)
+
+
+def softmax(s: Array, keep: npt.NDArray[np.bool_], sink: float) -> tuple[Array, Array]:
+    """Weights of kept keys beside a sink, in the precision of the scores, and the log-sum-exp of each row."""
+    # Selected, not multiplied: whatever a dropped key holds, NaN included, is gone from here on.
+    s = np.where(keep, s, s.dtype.type(-np.inf))
+    m = np.max(s, axis=1, initial=sink, keepdims=True)
+    m = np.where(m == -np.inf, s.dtype.type(0), m)
+    p = np.exp(s - m)
+    total = p.sum(axis=1, keepdims=True) + np.exp(sink - m)
+    return np.divide(p, total, out=np.zeros_like(p), where=total != 0), (m + np.log(total))[:, 0]
 
 
 def tolerance(problem: AttentionProblem, reference: Array, twin: Array | None = None) -> float:
@@ -229,24 +215,13 @@ class Expected:
 
 
 def expect(
-    problem: AttentionProblem,
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    seed: Array | None = None,
-    cos: Array | None = None,
-    sin: Array | None = None,
+    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Array | None
 ) -> Expected:
     """Reference, and twin where the tolerance needs one; arguments as in `attention_reference`."""
-    out, lse = attention_reference(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin)
-    half = problem.dtype in _MANTISSA_BITS
-    if not half:
+    out, lse = attention_reference(problem, q, k, v, first_batch=first_batch, **extra)
+    if problem.dtype not in _MANTISSA_BITS:
         return Expected(out, lse, None)
-    twin, lse_twin = _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin)
+    twin, lse_twin = attention_twin(problem, q, k, v, first_batch=first_batch, **extra)
     return Expected(out, lse, twin, None if problem.rope is None else lse_twin)
 
 
@@ -308,7 +283,7 @@ def compare(problem: AttentionProblem, got: Array, got_lse: Array | None, expect
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class HeadRows:
     """Some query rows of one head, in fp64."""
 
     where: tuple[int, int, slice]
@@ -317,37 +292,28 @@ class Part:
     v: F64
     keep: npt.NDArray[np.bool_]
     terms: tuple[F64, ...]
+    """What is added to the scores."""
     sink: float
     factor: F64 | float
     """What dropout multiplies the weights by."""
 
 
-def parts(
+def head_rows(
     problem: AttentionProblem,
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array | None,
-    bias: Array | None,
-    alibi: Array | None,
-    sinks: Array | None,
-    seed: Array | None,
-    cos: Array | None = None,
-    sin: Array | None = None,
-    *,
-    rounded: Callable[[Array], Array] = exactly,
+    inputs: Inputs,
     first_batch: int = 0,
-) -> Iterator[Part]:
-    """The rows of a problem, head by head; where it rotates q and k they are rotated, with ``rounded`` steps."""
+    rounded: Callable[[Array], Array] = exactly,
+) -> Iterator[HeadRows]:
+    """The rows of a problem, head by head; q and k are rotated if the problem says so, with ``rounded`` steps."""
     p = problem
     scores = (p.batch, p.heads_q, p.seq_q, p.seq_kv)
-    q = np.reshape(q, (p.batch, p.heads_q, p.seq_q, p.head_dim))
-    k = np.reshape(k, (p.batch, p.heads_kv, p.seq_kv, p.head_dim))
-    v = np.reshape(v, (p.batch, p.heads_kv, p.seq_kv, p.value_dim))
-    full_mask = None if mask is None else np.broadcast_to(mask, scores)
-    full_bias = None if bias is None else np.broadcast_to(bias, scores)
-    slopes = None if alibi is None else np.broadcast_to(alibi, (p.batch, p.heads_q))
-    angles = Angles(p, cos, sin)
+    q = np.reshape(inputs.q, (p.batch, p.heads_q, p.seq_q, p.head_dim))
+    k = np.reshape(inputs.k, (p.batch, p.heads_kv, p.seq_kv, p.head_dim))
+    v = np.reshape(inputs.v, (p.batch, p.heads_kv, p.seq_kv, p.value_dim))
+    mask = None if inputs.mask is None else np.broadcast_to(inputs.mask, scores)
+    bias = None if inputs.bias is None else np.broadcast_to(inputs.bias, scores)
+    slopes = None if inputs.alibi is None else np.broadcast_to(inputs.alibi, (p.batch, p.heads_q))
+    angles = Angles(p, inputs.cos, inputs.sin)
 
     for b, h in np.ndindex(p.batch, p.heads_q):
         h_kv = h // p.group
@@ -360,25 +326,26 @@ def parts(
             distance = np.arange(p.seq_kv) - (np.arange(rows.start, rows.stop)[:, None] + p.shift)
             keep = _band(p, distance)
             terms: list[F64] = []
-            if full_mask is not None and p.mask == "bool":
-                keep = keep & full_mask[where]
-            elif full_mask is not None:
-                terms.append(to_f64(full_mask[where], p.mask or ""))
-            if full_bias is not None:
-                terms.append(to_f64(full_bias[where], p.bias or ""))
+            if mask is not None and p.mask == "bool":
+                keep = keep & mask[where]
+            elif mask is not None:
+                terms.append(to_f64(mask[where], p.mask or ""))
+            if bias is not None:
+                terms.append(to_f64(bias[where], p.bias or ""))
             for term in terms:
                 keep = keep & (term != -np.inf)
             if slopes is not None:
                 terms.append(-float(slopes[b, h]) * np.abs(distance))
-            sink = -np.inf if sinks is None else float(sinks[h])
+            sink = -np.inf if inputs.sinks is None else float(inputs.sinks[h])
             factor: F64 | float = 1.0
             if p.dropout_p > 0:
-                if seed is None:
+                if inputs.seed is None:
                     raise ValueError("[attention_reference] expected the words of a seed with dropout_p > 0, got None")
-                mine = kept(p.dropout_p, seed, (first_batch + b) * p.heads_q + h, rows, slice(0, p.seq_kv))
-                factor = np.where(mine, keep_scale(p.dropout_p), 0.0)
+                number = (first_batch + b) * p.heads_q + h
+                kept_weights = kept(p.dropout_p, inputs.seed, number, rows, slice(0, p.seq_kv))
+                factor = np.where(kept_weights, keep_scale(p.dropout_p), 0.0)
             q64 = angles.rotate(to_f64(q[where], p.dtype), b, p.rope_starts[0] + start, rounded)
-            yield Part(where, q64, k64, v64, keep, tuple(terms), sink, factor)
+            yield HeadRows(where, q64, k64, v64, keep, tuple(terms), sink, factor)
 
 
 class Angles:

@@ -12,11 +12,13 @@ from aule.ops.attention.reference import (
     F64,
     Angles,
     Array,
+    Inputs,
     errors_of,
+    head_rows,
     largest_error,
-    parts,
     place_of,
     rounded_to,
+    softmax,
     to_f64,
     unit_in_last_place,
 )
@@ -36,7 +38,7 @@ class ExpectedGradients:
 
 
 def expect_gradients(
-    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, first_batch: int = 0, **extra: Array
+    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, first_batch: int = 0, **extra: Array | None
 ) -> ExpectedGradients:
     """Gradients of ``sum(dout * attention(q, k, v))``.
 
@@ -47,20 +49,17 @@ def expect_gradients(
     q, k, v, first_batch, **extra
         As in `aule.ops.attention.reference.attention_reference`.
     """
-    magnitude = dict.fromkeys(NAMES, 0.0)
-    reference = _gradients(problem, dout, q, k, v, extra, first_batch, True, magnitude)
+    inputs, magnitude = Inputs(q, k, v, **extra), dict.fromkeys(NAMES, 0.0)
+    reference = _gradients(problem, dout, inputs, first_batch, True, magnitude)
     half = problem.dtype in ("f16", "bf16")
-    twin = _gradients(problem, dout, q, k, v, extra, first_batch, False, {}) if half else None
+    twin = _gradients(problem, dout, inputs, first_batch, False, {}) if half else None
     return ExpectedGradients(reference, twin, magnitude)
 
 
 def _gradients(
     problem: AttentionProblem,
     dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    extra: dict[str, Array],
+    inputs: Inputs,
     first_batch: int,
     exact: bool,
     magnitude: dict[str, float],
@@ -79,10 +78,8 @@ def _gradients(
         return np.asarray(values) if exact else rounded_to(values.astype(work), p.dtype)
 
     with np.errstate(all="ignore"):
-        names = ("mask", "bias", "alibi", "sinks", "seed", "cos", "sin")
-        arrays: dict[str, Any] = {name: extra.get(name) for name in names}
-        angles = Angles(p, extra.get("cos"), extra.get("sin"))
-        for part in parts(p, q, k, v, **arrays, rounded=rounded, first_batch=first_batch):
+        angles = Angles(p, inputs.cos, inputs.sin)
+        for part in head_rows(p, inputs, first_batch, rounded):
             b, h, rows = part.where
             do = to_f64(dout[b, h, rows], p.dtype).astype(work)
             raw = rounded(rounded((part.q @ part.k.T).astype(work)) * work(p.scale))
@@ -91,12 +88,7 @@ def _gradients(
             bend = np.where(part.keep, bend, work(0))  # a dropped key's may be NaN, and its weight is 0
             for term in part.terms:
                 s = rounded(s + rounded(term))
-            s = np.where(part.keep, s, work(-np.inf))
-            m = np.max(s, axis=1, initial=part.sink, keepdims=True)
-            m = np.where(m == -np.inf, work(0), m)
-            weights = np.exp(s - m)
-            total = weights.sum(axis=1, keepdims=True) + np.exp(part.sink - m)
-            weights = rounded(np.divide(weights, total, out=np.zeros_like(weights), where=total != 0))
+            weights = rounded(softmax(s, part.keep, part.sink)[0])
             v_kept = np.where(np.isfinite(part.v), part.v, 0).astype(work)
             dropped = rounded(weights * part.factor)
             dp = rounded(rounded(do @ v_kept.T) * part.factor)

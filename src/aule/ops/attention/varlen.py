@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.reference import Array, Expected, attention_reference, attention_twin
+from aule.ops.attention.reference import Array, Expected, expect
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, expect_gradients
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.rope.tables import rope_operands
@@ -196,14 +196,13 @@ def _cut(view: TensorView, part: slice, axis: int) -> TensorView:
 def expect_varlen(problem: AttentionProblem, operands: Operands) -> Expected:
     """What a backend must come close to: `aule.ops.attention.reference.expect`, sequence by sequence."""
     out, lse = np.zeros(problem.out_shape), np.full(problem.out_shape[:3], -np.inf)
-    half = problem.dtype in ("f16", "bf16")
-    twin = np.zeros(problem.out_shape) if half else None
+    twin = np.zeros(problem.out_shape) if problem.dtype in ("f16", "bf16") else None
     for piece in pieces(problem, operands):
-        arrays, first = _arrays(piece.operands), piece.number
+        found = expect(piece.problem, **_arrays(piece.operands), first_batch=piece.number)
         where = (slice(None), slice(None), piece.rows)
-        out[where], lse[where] = attention_reference(piece.problem, **arrays, first_batch=first)
+        out[where], lse[where] = found.out, found.lse
         if twin is not None:
-            twin[where] = attention_twin(piece.problem, **arrays, first_batch=first)
+            twin[where] = found.twin
     return Expected(out, lse, twin)
 
 
