@@ -9,6 +9,8 @@ from aule.ops.rope.tables import Rope
 
 UNBOUNDED = -1
 """A window side without a limit."""
+FAR = 1 << 30
+"""Farther than any sequence is long; sums with positions fit 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,12 @@ class AttentionProblem:
         left, right = self.window
         if self.causal:
             right = 0 if right == UNBOUNDED else min(right, 0)
+        return left, right
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """`limits` with `FAR` for an unbounded side."""
+        left, right = (FAR if side == UNBOUNDED else side for side in self.limits)
         return left, right
 
     @property

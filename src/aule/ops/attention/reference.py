@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.problem import AttentionProblem
 from aule.ops.rope.tables import exactly, rotate
 from aule.ops.softmax.dropout import keep_scale, kept
 
@@ -324,7 +324,8 @@ def head_rows(
             where = (b, h, rows)
             # Distance of key j from t, the key that row i stands at.
             distance = np.arange(p.seq_kv) - (np.arange(rows.start, rows.stop)[:, None] + p.shift)
-            keep = _band(p, distance)
+            left, right = p.band
+            keep = (distance <= right) & (distance >= -left)
             terms: list[F64] = []
             if mask is not None and p.mask == "bool":
                 keep = keep & mask[where]
@@ -371,16 +372,6 @@ class Angles:
             return x
         cos, sin = (table[batch, first : first + len(x)] for table in self.tables)
         return rotate(self.rope, x, cos, sin, rounded, back)
-
-
-def _band(problem: AttentionProblem, distance: Array) -> npt.NDArray[np.bool_]:
-    left, right = problem.limits
-    keep = np.ones(distance.shape, dtype=np.bool_)
-    if right != UNBOUNDED:
-        keep &= distance <= right
-    if left != UNBOUNDED:
-        keep &= distance >= -left
-    return keep
 
 
 def _product(p: Array, v: Array, keep: npt.NDArray[np.bool_]) -> Array:

@@ -2,7 +2,7 @@
 
 Offsets ``cu_seqlens`` of ``[batch + 1]`` say at which row each sequence begins, and at which the last one ends. Kernels
 read them: one launch serves all sequences, with as many workgroups for each as the longest needs; those past the end of
-a shorter one return at once. What goes without kernels, NumPy and the reference, takes the sequences one by one.
+a shorter one return at once. NumPy and the reference take the sequences one by one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import Array, Expected, expect
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, expect_gradients
-from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.attention.validate import Operands, alibi_operand, attention_problem
 from aule.ops.rope.tables import rope_operands
 from aule.view import TensorView
 
@@ -73,16 +72,15 @@ def varlen_problem(
     slopes: TensorView | None = options.pop("alibi_slopes", None)
     tables = options.pop("rope_cos", None), options.pop("rope_sin", None), options.pop("rope_interleaved", False)
     problem, operands = attention_problem(heads_first(q), heads_first(k), heads_first(v), op=op, **options)
-    alibi = None if slopes is None else _slopes(op, slopes, batch, problem.heads_q)
-    longest = (
-        longest_sequence(op, "q", cu_q, q.shape[0], max_q), longest_sequence(op, "k", cu_k, k.shape[0], max_k),
-    )  # fmt: skip
-    rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch), longest)
+    alibi = None if slopes is None else alibi_operand(op, slopes, batch, problem.heads_q)
+    longest_q = longest_sequence(op, "q", cu_q, q.shape[0], max_q)
+    longest_k = longest_sequence(op, "k", cu_k, k.shape[0], max_k)
+    rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch), (longest_q, longest_k))
     problem = replace(
         problem,
         batch=batch,
-        seq_q=longest[0],
-        seq_kv=longest[1],
+        seq_q=longest_q,
+        seq_kv=longest_k,
         packed=(q.shape[0], k.shape[0]),
         alibi=alibi is not None,
         rope=rope,
@@ -120,7 +118,7 @@ def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given:
         if given is None:
             raise InvalidArgumentError(f"[{op}] expected max_seqlen_{name} with offsets on a device, got None; give it")
         return min(int(given), total)
-    at: npt.NDArray[np.int32] = offsets.storage
+    at: Array = offsets.storage
     lengths = np.diff(at.astype(np.int64))
     if at[0] != 0 or at[-1] != total or (lengths < 0).any():
         raise InvalidShapeError(
@@ -133,20 +131,6 @@ def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given:
             f"[{op}] expected max_seqlen_{name} of at least {longest}, the longest sequence, got {given}; pass None"
         )
     return longest
-
-
-def _slopes(op: str, view: TensorView, batch: int, heads: int) -> TensorView:
-    if view.dtype != "f32" or view.shape not in ((heads,), (batch, heads)):
-        raise InvalidShapeError(
-            f"[{op}] expected alibi_slopes as float32 [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], "
-            f"got {view.dtype} {list(view.shape)}; give one slope per query head"
-        )
-    if len(view.shape) == 2:
-        return view
-    shape, strides, storage = (batch, heads), (0, *view.strides), view.storage
-    if view.is_host:
-        storage = np.broadcast_to(storage, shape)
-    return TensorView(view.dtype, shape, strides, view.device, storage, view.offset)
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.problem import FAR, UNBOUNDED, AttentionProblem
 from aule.ops.softmax.dropout import keep_scale, threshold
 from aule.target import Target
 from aule.tile.common.math import LOG2E
 from aule.tile.fragment.shape import RUN
 from aule.tuning import model
-
-FAR = 1 << 30
-"""Stands for an unlimited side of the window; sums with positions do not overflow."""
 
 
 def problem_scalars(problem: AttentionProblem, target: Target) -> dict[str, int | float]:

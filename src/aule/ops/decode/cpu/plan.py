@@ -10,8 +10,7 @@ from aule.ops.attention.cpu.config import CpuShape
 from aule.ops.attention.cpu.plan import GROUPED_ROWS
 from aule.ops.attention.cpu.shapes import block_shape, grouped_shape, most_rows_in_place, multiplies_in_place
 from aule.ops.attention.plan.layout import view_scalars
-from aule.ops.attention.plan.scalars import FAR
-from aule.ops.attention.problem import UNBOUNDED
+from aule.ops.attention.problem import FAR, UNBOUNDED
 from aule.ops.combine.cpu import PartialLayout
 from aule.ops.decode.cpu.config import CpuDecodeConfig
 from aule.ops.decode.cpu.kernel import RUN, build_decode
