@@ -1,4 +1,4 @@
-"""Parameters of the GPU backward kernels, and the matrices that they read and write."""
+"""What the GPU backward kernels share: parameters, the workgroup's block of rows or keys, and its matrices."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from aule.ops.attention.config import BackwardConfig, FragmentBackwardConfig
 from aule.ops.scores.band import Scores, block_of
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotating
+from aule.tile.common.math import NEG_INF
 from aule.tile.common.matrix import Matrix
 
 
 class BackwardBlock:
-    """The parameters of a backward kernel, and the number of the workgroup."""
+    """A workgroup of a backward kernel: its block of query rows, or of keys, and what it reads and writes."""
 
     vector_width: ClassVar[int]
     """Elements of a row that are moved together."""
     scores: Scores
+    block: Value
+    row0: Value
+    """The block's number in its head, and its first query row or key."""
+    head: Value
+    kv_head: Value
+    """The query head of query rows, and the key head of either."""
 
     def __init__(self, b: Builder, config: BackwardConfig | FragmentBackwardConfig) -> None:
         self.b, self.unit, self.aligned = b, config.unit, config.aligned
+        self.block_q, self.block_kv = config.shape.block_q, config.shape.block_kv
         self.index: Scalar = i64 if config.index64 else i32
         self.p = Parameters(b, config, self.index)
         number = self.p.number
@@ -31,21 +39,50 @@ class BackwardBlock:
         self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = self.task < number("blocks")
 
-    def rows_of(self, task: Value) -> tuple[Value, Value]:
-        """The head of a workgroup, and the number of its block of query rows."""
+    def own_rows(self) -> None:
+        """Find the workgroup's block of query rows."""
         p, config = self.p, self.p.config
         together = p.number("heads_together") if config.right and not config.left else None
-        return block_of(self.b, config, task, p.number("blocks_each"), p.number("blocks"), together)
+        blocks = p.number("blocks_each")
+        head_number, self.block = block_of(self.b, config, self.task, blocks, p.number("blocks"), together)
+        self.row0 = self.block * self.block_q
+        batch, self.head = head_number // self.heads, head_number % self.heads
+        self.scores = Scores(p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < self.scores.seq_q)
+        self.kv_head = self.head // self.group
 
-    def keys_of(self, task: Value) -> tuple[Value, Value]:
-        """The head of a workgroup, and the number of its block of keys. With a causal mask the first keys have the most
-        work, as the last rows do."""
+    def own_keys(self, number: Value | None = None) -> None:
+        """Find the workgroup's block of keys, by its number if that is not the workgroup's. With a causal mask the
+        first keys have the most work, as the last rows do."""
         p, config, blocks = self.p, self.p.config, self.p.number("blocks_each")
+        number = self.task if number is None else number
         if not config.right or config.left:
-            return task // blocks, task % blocks
-        together = p.number("key_heads_together")
-        head_number, block = block_of(self.b, config, task, blocks, p.number("blocks"), together)
-        return head_number, blocks - 1 - block
+            head_number, self.block = number // blocks, number % blocks
+        else:
+            together = p.number("key_heads_together")
+            head_number, block = block_of(self.b, config, number, blocks, p.number("blocks"), together)
+            self.block = blocks - 1 - block
+        self.row0 = self.block * self.block_q
+        batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
+        self.scores = Scores(p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < self.scores.seq_kv)
+
+    def row_tiles(self) -> tuple[Value, Value, Value]:
+        """The first tile of query rows that may keep a key of the block, the one after the last, and the end of the
+        block's keys."""
+        end = self.b.min(self.row0 + self.block_q, self.scores.seq_kv)
+        low, high = self.scores.rows_reaching(self.row0, end)
+        return low // self.block_kv, (high + (self.block_kv - 1)) // self.block_kv, end
+
+    def lse_and_delta(self, head: Value, row: Value) -> tuple[Value, Value, Value]:
+        """Log-sum-exp and delta of a query row, and whether it is past the end or keeps no key."""
+        b, scores = self.b, self.scores
+        base = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
+        at = base + b.cast(b.min(row, scores.seq_q - 1), self.index)
+        lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
+        return lse, delta, (row >= scores.seq_q) | b.eq(lse, NEG_INF)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
         """An operand of the forward pass, or the gradient of its result."""

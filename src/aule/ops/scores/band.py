@@ -125,6 +125,11 @@ class Scores:
         """The reach of rows at positions ``nearest .. furthest``."""
         return Reach.of(self.b, self.seq_kv, self.left, self.right, nearest, furthest)
 
+    def reach_of_rows(self, first: Value, count: int) -> Reach:
+        """The reach of ``count`` query rows from ``first`` on, as far as they exist."""
+        last = self.b.min(first + count, self.seq_q) - 1
+        return self.reach(first + self.shift, last + self.shift)
+
     def rows_reaching(self, first: Value, end: Value) -> tuple[Value, Value]:
         """The query rows ``low .. high - 1`` that may keep a key of ``first .. end - 1``, as ``(low, high)``."""
         b = self.b

@@ -24,7 +24,6 @@ from aule.ir.types import f32, i32
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import GradientKernel, KeysKernel
 from aule.ops.combine.pieces import combine_tiles, share
-from aule.ops.scores.band import Scores
 from aule.target import Target
 from aule.tile.common.matrix import Matrix, divmod_const
 from aule.tile.fragment.arrangement import SIZE
@@ -239,20 +238,15 @@ class _Queries(_Kernel):
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        head_number, block = self.rows_of(self.task)
-        self.row0 = block * self.shape.block_q
-        batch, self.head = head_number // self.heads, head_number % self.heads
-        scores = self.scores = Scores(self.p, batch)
-        if config.packed:
-            self.exists = self.exists & (self.row0 < scores.seq_q)
-        kv_head = self.head // self.group
+        self.own_rows()
+        scores = self.scores
         self.own = (
             self.matrix("q", self.head, scores.seq_q, config.head_dim, 0),
             self.matrix("do", self.head, scores.seq_q, config.value_dim, 3),
         )
         self.other = (
-            self.matrix("k", kv_head, scores.seq_kv, config.head_dim, 1),
-            self.matrix("v", kv_head, scores.seq_kv, config.value_dim, 2),
+            self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
+            self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),
         )
 
     def run(self) -> None:
@@ -261,9 +255,7 @@ class _Queries(_Kernel):
         own_row = self.row0 + self.subgroup_row
         rows = [own_row + dQ.row(r) for r in range(engine.rows_held)]
         numbers = [self.row_numbers(self.head, row) for row in rows]
-        last_row = b.min(self.row0 + shape.block_q, scores.seq_q) - 1
-        reach = scores.reach(self.row0 + scores.shift, last_row + scores.shift)
-        width = shape.block_kv
+        reach, width = scores.reach_of_rows(self.row0, shape.block_q), shape.block_kv
         first, last = reach.first // width, (reach.end + (width - 1)) // width
         keys, values = (self.transfer(matrix) for matrix in self.other)
         self.load_own()
@@ -309,15 +301,12 @@ class _Keys(_Kernel, KeysKernel):
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        self.own_keys()
+        self.open_block()
 
     def run(self) -> None:
-        b, engine, shape, scores = self.b, self.engine, self.shape, self.scores
-        dK, dV = (engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
-        width = shape.block_kv
-        end = b.min(self.row0 + shape.block_q, scores.seq_kv)
-        low, high = scores.rows_reaching(self.row0, end)
-        first, last = low // width, (high + (width - 1)) // width
+        b, shape = self.b, self.shape
+        dK, dV = (self.engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
+        first, last, end = self.row_tiles()
         if self.piece is not None:
             first, last = share(self.piece, first, last)
         self.load_own()

@@ -102,10 +102,8 @@ class ForwardBlock(ABC):
         """Create the engine and divide up shared memory."""
 
     def _order_tiles(self) -> None:
-        b, shift = self.b, self.scores.shift
-        last_row = b.min(self.row0 + self.shape.block_q, self.scores.seq_q) - 1
-        reach = self.scores.reach(self.row0 + shift, last_row + shift)
-        self.tiles = TileOrder.of(b, reach, self.shape.block_kv, self.config.everywhere, self.piece)
+        reach = self.scores.reach_of_rows(self.row0, self.shape.block_q)
+        self.tiles = TileOrder.of(self.b, reach, self.shape.block_kv, self.config.everywhere, self.piece)
 
     # -- softmax ---------------------------------------------------------------------------------------------------
 

@@ -299,8 +299,7 @@ def _list(b: Builder, p: Parameters, config: TileOrderConfig, number: Value) -> 
         first = block * config.own, tile * config.other
         (query0, key0) = (first[1], first[0]) if config.transposed else first
         queries, keys = (config.other, config.own) if config.transposed else (config.own, config.other)
-        last = b.min(query0 + queries, scores.seq_q) - 1
-        reach = scores.reach(query0 + scores.shift, last + scores.shift)
+        reach = scores.reach_of_rows(query0, queries)
         within = (key0 + keys > reach.first) & (key0 < reach.end)
         full = (key0 >= reach.full_first) & (key0 + keys <= reach.full_end)
         found = b.load(p.buffer("mask_tiles", i32), at)

@@ -23,7 +23,6 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, f32, i32
 from aule.ops.attention.backward_parameters import BackwardBlock
 from aule.ops.attention.config import BackwardConfig
-from aule.ops.scores.band import Scores
 from aule.ops.scores.rotated_operands import quad_angles
 from aule.target import Target
 from aule.tile.common.math import LOG2E
@@ -247,11 +246,8 @@ class _Kernel(BackwardBlock):
     def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
         """Log-sum-exp (base 2) and delta of a query row. A row past the end, or one that keeps no key, gets a
         log-sum-exp of +inf, so that its weights are 0."""
-        b, scores = self.b, self.scores
-        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
-        at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
-        lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
-        empty = (row >= scores.seq_q) | b.eq(lse, float("-inf"))
+        b = self.b
+        lse, delta, empty = self.lse_and_delta(head, row)
         return b.select(empty, b.const(float("inf"), f32), lse * LOG2E), delta
 
     def store(self, tile: RegisterTile, out: Matrix, row0: Value, factor: Value | None) -> None:
@@ -273,17 +269,11 @@ class _Queries(_Kernel):
 
     def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        head_number, block = self.rows_of(self.task)
-        self.row0 = block * self.shape.block_q
-        batch, self.head = head_number // self.heads, head_number % self.heads
-        self.scores = Scores(self.p, batch)
-        if config.packed:
-            self.exists = self.exists & (self.row0 < self.scores.seq_q)
-        kv_head = self.head // self.group
+        self.own_rows()
         scores = self.scores
         self.q = self.matrix("q", self.head, scores.seq_q, config.head_dim, 0)
-        self.k = self.matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
-        self.v = self.matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
+        self.k = self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1)
+        self.v = self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2)
         self.do = self.matrix("do", self.head, scores.seq_q, config.value_dim, 3)
         self.dq = self.gradient("dq", self.head, scores.seq_q, config.head_dim)
 
@@ -294,9 +284,7 @@ class _Queries(_Kernel):
         S, dP = engine.score_tile(zero), engine.score_tile(zero)
         dQ = engine.output_tile(self.config.head_dim, zero)
         numbers = [self.row_numbers(self.head, row0 + engine.row(r)) for r in range(shape.rows)]
-        last_row = b.min(row0 + shape.block_q, scores.seq_q) - 1
-        reach = scores.reach(row0 + scores.shift, last_row + scores.shift)
-        width = shape.block_kv
+        reach, width = scores.reach_of_rows(row0, shape.block_q), shape.block_kv
         first, last = reach.first // width, (reach.end + (width - 1)) // width
 
         def products(tile: Value) -> tuple[_Phase, _Phase, _Phase]:
@@ -353,12 +341,7 @@ class _Keys(_Kernel):
 
     def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        head_number, block = self.keys_of(self.task)
-        self.key0 = block * self.shape.block_q
-        batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
-        self.scores = Scores(self.p, batch)
-        if config.packed:
-            self.exists = self.exists & (self.key0 < self.scores.seq_kv)
+        self.own_keys()
         scores = self.scores
         self.k = self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2)
@@ -366,15 +349,12 @@ class _Keys(_Kernel):
         self.dv = self.gradient("dv", self.kv_head, scores.seq_kv, config.value_dim)
 
     def run(self) -> None:
-        b, engine, shape, scores, key0 = self.b, self.engine, self.shape, self.scores, self.key0
+        b, engine, key0 = self.b, self.engine, self.row0
         zero = b.const(0.0, f32)
         S, dP = engine.score_tile(zero), engine.score_tile(zero)
         dK = engine.output_tile(self.config.head_dim, zero)
         dV = engine.output_tile(self.config.value_dim, zero)
-        width = shape.block_kv
-        end = b.min(key0 + shape.block_q, scores.seq_kv)
-        low, high = scores.rows_reaching(key0, end)
-        first, last = low // width, (high + (width - 1)) // width
+        first, last, end = self.row_tiles()
         self.load_own(self.k, self.v, key0)
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             self._pass(self.kv_head * self.group + member, first, last, end, S, dP, dK, dV)
@@ -386,7 +366,7 @@ class _Keys(_Kernel):
         S: RegisterTile, dP: RegisterTile, dK: RegisterTile, dV: RegisterTile,
     ) -> None:  # fmt: skip
         """Add the share of one query head's rows to the block's dK and dV."""
-        b, engine, shape, scores, key0 = self.b, self.engine, self.shape, self.scores, self.key0
+        b, engine, shape, scores, key0 = self.b, self.engine, self.shape, self.scores, self.row0
         zero, first_chunk, width = b.const(0.0, f32), b.const(0, i32), shape.block_kv
         q = self.matrix("q", head, scores.seq_q, self.config.head_dim, 0)
         do = self.matrix("do", head, scores.seq_q, self.config.value_dim, 3)
@@ -451,7 +431,7 @@ class _Keys(_Kernel):
         number = (self.scores.batch * self.heads + head) * self.p.number("row_tiles") + tile
         start = sums.start(engine, number, self.index)
         dQ = sums.tile(engine, b.const(0.0, f32))
-        phases = [self.across(dQ, self.k, self.key0, sums, part) for part in range(sums.parts)]
+        phases = [self.across(dQ, self.k, self.row0, sums, part) for part in range(sums.parts)]
         first_chunk = b.const(0, i32)
         self.run_phase(before, lambda: phases[0].fetch(first_chunk))
         b.comment("dQ = dQ + dS K")

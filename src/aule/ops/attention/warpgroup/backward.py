@@ -104,7 +104,7 @@ class _Keys(KeysKernel, ABC):
         self.stage_size = sum(panels.elements for panels in self.other_shapes)
         self.ds_start = self.other_start + shape.stages * self.stage_size
         self.memory = b.shared("tiles", engine.elem, shape.backward_elements(*dims))
-        self.own_keys()
+        self.open_block()
         self.meeting = b.shared("meeting", u64, 1)
         b.warpgroup_meeting(self.meeting)
         self.parity = b.var(b.const(0, i32), "parity")
@@ -128,16 +128,13 @@ class _Keys(KeysKernel, ABC):
         self.dK, self.dV = (engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
 
     def run(self) -> None:
-        b, shape, scores = self.b, self.shape, self.scores
-        width = shape.block_kv
-        end = b.min(self.row0 + shape.block_q, scores.seq_kv)
-        low, high = scores.rows_reaching(self.row0, end)
-        first, last = low // width, (high + (width - 1)) // width
+        b = self.b
+        first, last, end = self.row_tiles()
         self._load_own()
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             head, tile_list = self.kv_head * self.group + member, None
             if self.config.tiles_listed:
-                tile_list = TileList(self.p, scores.batch, head, self.block, shape)
+                tile_list = TileList(self.p, self.scores.batch, head, self.block, self.shape)
                 first, last = b.const(0, i32), tile_list.count
             with b.if_(first < last):
                 self._pass(head, first, last, end, tile_list)
