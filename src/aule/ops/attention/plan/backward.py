@@ -12,7 +12,6 @@ from aule.ops.attention.fragment.backward import build_backward_fragment
 from aule.ops.attention.plan.layout import Layout, view_scalars
 from aule.ops.attention.plan.scalars import (
     folded,
-    listed_options,
     problem_scalars,
     rotates_runs,
     row_scalars,
@@ -25,7 +24,7 @@ from aule.ops.attention.plan.tiles_backward import (
     choose_backward_warpgroups,
     choose_backward_wave,
 )
-from aule.ops.attention.prepass.mask_prepass import mask_steps
+from aule.ops.attention.prepass.mask_prepass import mask_prepass
 from aule.ops.attention.prepass.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.simt.backward import build_backward
@@ -235,7 +234,7 @@ class _Draft:
         if shape.warpgroups and problem.rope is not None:
             self._rotate(kernel)
         if shape.warpgroups and problem.mask is not None:
-            self._look_at_mask(kernel, shape)
+            self._classify_mask(kernel, shape)
         config = FragmentBackwardConfig(**kernel.options, folded=folded(problem))
         if config.of == "keys" and config.sums and config.keeps_all:
             wave = choose_backward_wave(self.target, shape)
@@ -260,16 +259,14 @@ class _Draft:
             kernel.options[name] = (True, True, *kernel.options[name][2:])
         kernel.options["rope_prepass"] = True
 
-    def _look_at_mask(self, kernel: _Kernel, shape: FragmentShape) -> None:
-        """Find out in steps of their own what the mask makes of each tile."""
+    def _classify_mask(self, kernel: _Kernel, shape: FragmentShape) -> None:
+        """Classify the tiles of the mask in steps of their own."""
         mask, aligned = self.layout.views["mask"], self.layout.starts_aligned("mask")
-        steps, space, found = mask_steps(
-            self.problem, mask, shape, self.target, True, kernel.options, self.scalars, aligned
-        )  # fmt: skip
-        self.steps += steps
-        self.workspace |= space
-        kernel.scalars |= found
-        kernel.options |= listed_options(self.problem) | {"index64": self.index64 or max(space.values()) > 2**31 - 1}
+        found = mask_prepass(self.problem, mask, shape, self.target, True, kernel.options, self.scalars, aligned)
+        self.steps += found.steps
+        self.workspace |= found.workspace
+        kernel.scalars |= found.scalars
+        kernel.options |= found.options
 
     def add_rounding(self) -> None:
         """The step that rounds the sums of dQ."""

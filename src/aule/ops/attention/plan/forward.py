@@ -11,7 +11,7 @@ from aule.ops.attention.build import build_forward
 from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.fragment.forward_full_tiles import MOST_BLOCKS, reciprocals
 from aule.ops.attention.plan.layout import Layout, view_scalars
-from aule.ops.attention.plan.scalars import folded, listed_options, problem_scalars, rotates_runs, score_options
+from aule.ops.attention.plan.scalars import folded, problem_scalars, rotates_runs, score_options
 from aule.ops.attention.plan.split import SplitBlocks, split_blocks
 from aule.ops.attention.plan.tiles import (
     Modifier,
@@ -22,7 +22,7 @@ from aule.ops.attention.plan.tiles import (
     choose_wave,
 )
 from aule.ops.attention.precision import refused
-from aule.ops.attention.prepass.mask_prepass import mask_steps
+from aule.ops.attention.prepass.mask_prepass import mask_prepass
 from aule.ops.attention.prepass.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.shared.plan import Plan, Step, grid_of
@@ -174,7 +174,7 @@ class _Draft:
         options = self._options(RUN)
         if shape.warpgroups:
             if problem.mask is not None:
-                self._look_at_mask(shape, options)
+                self._classify_mask(shape, options)
             options |= self._warpgroup_options()
         config = FragmentConfig(**options, shape=shape, folded=folded(problem), factor=problem.precision)
         if shape.prefetch_scores and _plain(config, problem) and _full_tiles(problem, shape, blocks):
@@ -183,17 +183,14 @@ class _Draft:
             self.scalars |= reciprocals(problem, -(-problem.seq_q // shape.block_q))
         return config
 
-    def _look_at_mask(self, shape: FragmentShape, options: dict[str, Any]) -> None:
-        """Find out in steps of their own what the mask makes of each tile."""
+    def _classify_mask(self, shape: FragmentShape, options: dict[str, Any]) -> None:
+        """Classify the tiles of the mask in steps of their own."""
         mask, aligned = self.layout.views["mask"], self.layout.starts_aligned("mask")
-        steps, space, found = mask_steps(
-            self.problem, mask, shape, self.target, False, options, self.scalars, aligned
-        )  # fmt: skip
-        self.before += steps
-        self.workspace |= space
-        self.scalars |= found
-        options |= listed_options(self.problem)
-        options["index64"] = options["index64"] or max(space.values()) > 2**31 - 1
+        found = mask_prepass(self.problem, mask, shape, self.target, False, options, self.scalars, aligned)
+        self.before += found.steps
+        self.workspace |= found.workspace
+        self.scalars |= found.scalars
+        options |= found.options
 
     def _warpgroup_options(self) -> dict[str, Any]:
         problem = self.problem

@@ -82,11 +82,6 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def listed_options(problem: AttentionProblem) -> dict[str, Any]:
-    """Fields of a `ScoreConfig` where a prepass has looked at the mask."""
-    return {"tiles_listed": True, "mask": "bits" if problem.mask == "bool" else problem.mask}
-
-
 def folded(problem: AttentionProblem) -> bool:
     """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
     added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")

@@ -26,7 +26,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import PANEL, f32, i32, u32, u64
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import KeysKernel
-from aule.ops.attention.prepass.mask_prepass import TileList, keep
+from aule.ops.attention.prepass.tile_list import TileList, keep
 from aule.target import Target
 from aule.tile.common.matrix import divmod_const
 from aule.tile.fragment.arrangement import SIZE

@@ -19,7 +19,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import PANEL, f32, i32, u32, u64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.tile_order import TilePlace
-from aule.ops.attention.prepass.mask_prepass import TileList
+from aule.ops.attention.prepass.tile_list import TileList
 from aule.ops.attention.warpgroup.forward_scores import TileScores
 from aule.ops.softmax.online_softmax import LAG, SoftmaxState
 from aule.target import Target
