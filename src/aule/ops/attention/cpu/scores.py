@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from aule.ir import Value, Var
 from aule.ops.scores import modifiers as mod
@@ -47,10 +48,7 @@ def modify(
                 variable.value = chain[number].apply(b, variable.value, site)
 
     for number, modifier in enumerate(chains[0]):
-        if modifier.everywhere:
+        with nullcontext() if modifier.everywhere else b.if_(partial):
             apply(number)
-        else:
-            with b.if_(partial):
-                apply(number)
         if number == 0 and scores.config.softcap and after_softcap is not None:
             after_softcap(c)

@@ -6,6 +6,7 @@ A workgroup *owns* rows of two matrices and passes over the rows of two *others*
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import log2
 from typing import Literal
 
@@ -14,7 +15,8 @@ from aule.ir.types import bf16, f32, i32, u16, u32
 from aule.ops.attention.backward_parameters import BackwardBlock
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.combine.pieces import Piece, piece_of
-from aule.ops.scores.tile_dropout import Place, TileDropout
+from aule.ops.scores.band import Place
+from aule.ops.scores.tile_dropout import TileDropout
 from aule.target import Target
 from aule.tile.common.math import LOG2E, NEG_INF
 from aule.tile.common.matrix import Matrix, divmod_const, padded
@@ -60,7 +62,7 @@ class GradientKernel(BackwardBlock):
         self,
         S: FragmentTile,
         head: Value,
-        place: Callable[[int, int], tuple[Value, Value]],
+        place: Place,
         partial: Value | None,
         base: Callable[[int, int], Value],
     ) -> list[list[Value]] | None:
@@ -68,8 +70,6 @@ class GradientKernel(BackwardBlock):
 
         Parameters
         ----------
-        place : callable
-            Gives query row and key of an element.
         partial : Value or None
             Whether rows may drop keys of the tile; None without modifiers.
         base : callable
@@ -261,10 +261,7 @@ class KeysKernel(GradientKernel):
 
         for i, variables in enumerate(tile.vars):
             for j, variable in enumerate(variables):
-                if limited:
-                    with b.if_(col + j * arrangement.width < self.depths[0] * SIZE):
-                        add(i, j, variable.value)
-                else:
+                with b.if_(col + j * arrangement.width < self.depths[0] * SIZE) if limited else nullcontext():
                     add(i, j, variable.value)
 
     def store_results(self, dK: FragmentTile, dV: FragmentTile) -> None:

@@ -129,14 +129,6 @@ class FragmentForward(TileMemory):
             self._start_tile(start.next, b.const(0, i32), full=False)
         return O, rows, q
 
-    def _start_output(self) -> tuple[FragmentTile, list[SoftmaxState]]:
-        """O and the states of its rows before the first key."""
-        rows = self._start_rows()
-        O = self.engine.tile(self.shape.rows, self.config.value_dim)
-        if self.config.sinks and self.piece is None:  # otherwise the sum of the pieces counts it
-            self._start_from_sink(rows)
-        return O, rows
-
     def _nonfinite_edges(self) -> Value:
         """Whether V holds Inf or NaN in an edge tile."""
         b = self.b

@@ -18,8 +18,8 @@ from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.tile_order import TileOrder
 from aule.ops.combine.pieces import LanePartials, Piece, lane_numbers
-from aule.ops.scores import modifiers as mod
 from aule.ops.scores.band import Scores, block_of
+from aule.ops.scores.modifiers import Modifier
 from aule.ops.scores.pages import PagedMatrix, Pages
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotating
@@ -113,6 +113,15 @@ class ForwardBlock(ABC):
         m, l = engine.row_vars(self.lowest), engine.row_vars(self.b.const(0.0, f32))
         return [SoftmaxState(self.maximum, *row) for row in zip(m, l, strict=True)]
 
+    def _start_output(self, combining: bool = False) -> tuple[FragmentTile, list[SoftmaxState]]:
+        """O and the states of its rows before the first key. A sink is counted once: when pieces are combined, if there
+        are any."""
+        rows = self._start_rows()
+        O = self.engine.tile(self.shape.rows, self.config.value_dim)
+        if self.config.sinks and (self.piece is None or combining):
+            self._start_from_sink(rows)
+        return O, rows
+
     def _start_from_sink(self, rows: list[SoftmaxState]) -> None:
         """Count the sink before the first tile."""
         sink = self.b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", self.head))
@@ -120,16 +129,11 @@ class ForwardBlock(ABC):
         for row in rows:
             row.m.value, row.l.value = m, l
 
-    def _apply(self, modifiers: list[mod.Modifier], S: FragmentTile, key0: Value) -> None:
-        b, scores = self.b, self.scores
+    def _apply(self, modifiers: list[Modifier], S: FragmentTile, key0: Value) -> None:
         rows = [self.row0 + self.subgroup_row + S.row(r) for r in range(len(self.engine.part_rows) * len(S.vars))]
         columns = [key0 + S.col(c) for c in range(len(self.engine.part_cols) * len(S.vars[0]))]
-
-        def site(r: int, c: int) -> mod.Site:
-            return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
-
         for modifier in modifiers:
-            S.map(lambda s, r, c: modifier.apply(b, s, site(r, c)))  # noqa: B023
+            self.scores.apply(modifier, S, self.head, lambda r, c: (rows[r], columns[c]))
 
     def _highest(self, s: list[list[Value]]) -> list[Value]:
         """The largest scaled score of each row, of this lane's columns."""
@@ -223,10 +227,7 @@ class ForwardBlock(ABC):
         """Merge the partial results that lanes in the same place have left, and store the block's rows."""
         b = self.b
         assert self.piece is not None
-        rows = self._start_rows()
-        O = self.engine.tile(self.shape.rows, self.config.value_dim)
-        if self.config.sinks:
-            self._start_from_sink(rows)
+        O, rows = self._start_output(combining=True)
         with b.loop(0, self.piece.parts, name="part") as part:
             left = iter(self._partials.load(part))
             values = [[next(left) for _ in row] for row in O.values()]

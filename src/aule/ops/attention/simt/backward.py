@@ -23,6 +23,7 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, f32, i32
 from aule.ops.attention.backward_parameters import BackwardBlock
 from aule.ops.attention.config import BackwardConfig
+from aule.ops.scores.band import Place
 from aule.ops.scores.rotated_operands import quad_angles
 from aule.target import Target
 from aule.tile.common.math import LOG2E
@@ -169,15 +170,9 @@ class _Kernel(BackwardBlock):
     # -- scores --------------------------------------------------------------------------------------------------------
 
     def weigh(
-        self,
-        S: RegisterTile,
-        head: Value,
-        place: Callable[[int, int], tuple[Value, Value]],
-        partial: Value,
-        lse: Callable[[int, int], Value],
+        self, S: RegisterTile, head: Value, place: Place, partial: Value, lse: Callable[[int, int], Value]
     ) -> RegisterTile | None:
-        """Replace S by P. ``place`` gives query row and key of a register, ``lse`` what to subtract. Returns the
-        derivative of the softcap, if there is one."""
+        """Replace S by P, with ``lse`` of each element. Returns the derivative of the softcap, if there is one."""
         b, slope = self.b, None
         bent = self.scores.modify(S, head, place, partial)
         if bent is not None:
@@ -186,11 +181,9 @@ class _Kernel(BackwardBlock):
         S.map(lambda s, r, c: b.exp2(s - lse(r, c)))
         return slope
 
-    def kept(
-        self, head: Value, place: Callable[[int, int], tuple[Value, Value]], strip: int, transposed: bool
-    ) -> list[list[Value]] | None:
-        """Which weights of a tile dropout keeps; None without dropout. ``place`` as for `weigh`. ``strip`` consecutive
-        keys are in consecutive registers, along a column of the tile if it is ``transposed``."""
+    def kept(self, head: Value, place: Place, strip: int, transposed: bool) -> list[list[Value]] | None:
+        """Which weights of a tile dropout keeps; None without dropout. ``strip`` consecutive keys are in consecutive
+        registers, along a column of the tile if it is ``transposed``."""
         dropout = self.scores.dropout()
         if dropout is None:
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8, u32
 from aule.ops.attention.config import ForwardConfig
@@ -141,11 +143,8 @@ class Block:
     def modify(self, S: RegisterTile, tile: Value, edge: Value) -> None:
         """Run the modifiers over a tile of scores; those that only drop keys run only at an ``edge``."""
         for modifier in self.modifiers:
-            if modifier.everywhere:
+            with nullcontext() if modifier.everywhere else self.b.if_(edge):
                 self._apply(S, modifier, tile)
-            else:
-                with self.b.if_(edge):
-                    self._apply(S, modifier, tile)
 
     def _apply(self, S: RegisterTile, modifier: mod.Modifier, tile: Value) -> None:
         scores = self.scores

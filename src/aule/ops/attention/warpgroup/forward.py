@@ -172,7 +172,7 @@ class _Forward(TileScores):
             k_slot.value, v_slot.value = self._slot(k_slot.value, stages), self._slot(before, stages + 1)
             b.warpgroup_fence()
             self._start_scores(state.S, k_slot.value)
-            self._start_output(state, self._memory_of(before)[1])
+            self._start_values(state, self._memory_of(before)[1])
             # Everyone has read what the copies overwrite: K of the tile before, and V of the third before.
             self._prefetch(tiles, i, k_slot.value, v_slot.value)
             bits = self._mask_bits(tiles[0], i)
@@ -182,7 +182,7 @@ class _Forward(TileScores):
             self._softmax(state, tiles[0], row_terms, running=True)
         b.warpgroup_await(self.meeting, 0, (self.count - (start + 1)) & 1)
         b.warpgroup_fence()
-        self._start_output(state, self._memory_of(v_slot.value)[1])
+        self._start_values(state, self._memory_of(v_slot.value)[1])
         b.warpgroup_wait()
 
     def _pass_with_care(self, state: _State, end: Value) -> None:
@@ -204,7 +204,7 @@ class _Forward(TileScores):
                 self._multiply_nonfinite(state.O, state.P, key0, v_at)
             with b.else_():
                 b.warpgroup_fence()
-                self._start_output(state, v_at)
+                self._start_values(state, v_at)
                 b.warpgroup_wait()
 
     def _repeat(self, state: _State) -> None:
@@ -351,7 +351,7 @@ class _Forward(TileScores):
         self.engine.start_product(S.vars[0], queries, keys, self.k_depth, fresh=True)
         self.b.warpgroup_commit()
 
-    def _start_output(self, state: _State, v_at: Value) -> None:
+    def _start_values(self, state: _State, v_at: Value) -> None:
         values = PanelFactor(self.memory, v_at, self.v_panels)
         self.engine.start_product(state.O.vars[0], [x.value for x in state.P], values, len(state.P))
         self.b.warpgroup_commit()
