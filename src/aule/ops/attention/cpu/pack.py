@@ -14,12 +14,10 @@ from aule.tile.common.matrix import Matrix
 from aule.tile.vector.engine import Vectors, work_type
 from aule.tile.vector.rope import rotate_rows
 
-KERNEL_NAME = "attention_pack"
-
 
 def build_pack(config: PackConfig, target: Target) -> KernelIR:
     """Trace the kernel: one task for each block of keys of each head of K and V."""
-    b = Builder(KERNEL_NAME, workgroup=1)
+    b = Builder("attention_pack", workgroup=1)
     shape, work = config.shape, work_type(SCALARS[config.dtype])
     scores = ScoreConfig(
         dtype=config.dtype, head_dim=config.head_dim, value_dim=config.value_dim, packed=config.packed,

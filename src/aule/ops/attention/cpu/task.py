@@ -49,7 +49,7 @@ class Task(Protocol):
         """Keys that some consecutive rows of this task may keep."""
 
 
-class AttentionTask:
+class AttentionTask(Task):
     """A task of the forward pass.
 
     If ``config.grouped``, it has the rows of all query heads that share a key head; otherwise a block of rows of one
@@ -103,14 +103,12 @@ class AttentionTask:
         return self.p.number("seq_q"), self.p.number("seq_kv")
 
     def query(self, row: Value) -> tuple[Value, Value]:
-        """Query head of a row of this task, and its query row in the sequence."""
         if not self.config.grouped:
             return self.first_head, self.row0 + row
         seq_q = self.scores.seq_q
         return self.first_head + row // seq_q, row % seq_q
 
     def reach(self, row: Value, rows: int) -> Reach:
-        """Keys that some consecutive rows of this task may keep."""
         b, scores = self.p.b, self.scores
         if self.config.grouped:
             return scores.reach(scores.shift, scores.seq_q - 1 + scores.shift)

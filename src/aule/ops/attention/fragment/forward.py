@@ -33,13 +33,12 @@ _CHECKED_TOGETHER = 4
 """Edge tiles whose V is fetched together before it is checked; a causal mask has about as many."""
 
 
-def build_forward_fragment(config: FragmentConfig, target: Target, name: str) -> KernelIR:
-    """Trace the forward kernel of a configuration for a target with matrix units."""
-    return traced(FragmentForward, config, target, name)
-
-
-def traced(kind: type[FragmentForward], config: FragmentConfig, target: Target, name: str) -> KernelIR:
-    """Trace a kernel of a kind, for blocks or for pieces of blocks."""
+def build_forward_fragment(
+    config: FragmentConfig, target: Target, name: str, kind: type[FragmentForward] | None = None
+) -> KernelIR:
+    """Trace the forward kernel of a configuration for a target with matrix units, for blocks or for pieces of blocks;
+    ``kind`` if it is a special one."""
+    kind = kind or FragmentForward
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, arithmetic="quick")
     if config.pieces:
         with pieces(b) as piece:

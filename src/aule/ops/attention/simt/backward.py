@@ -118,28 +118,25 @@ class _Kernel(BackwardBlock):
         self, tile: RegisterTile, right: Matrix, row: Value, scale: Value | None = None, finite: bool = False
     ) -> _Phase:
         """``tile += P right`` of the rows from ``row`` on, with P from `Simt.store_p`."""
-        engine, shape, stager = self.engine, self.shape, self.stager
-        piece = engine.row_chunk(right.cols)
-
-        def fetch(chunk: Value) -> None:
-            starts = engine.row_starts(piece, right, row + chunk * shape.chunk_v)
-            engine.fetch(stager, 0, piece, right, starts, self.b.const(0, i32), piece.cols)
-
-        def commit(chunk: Value) -> None:
-            rotated = None if right.rotary is None else (right.rotary, self.b.const(0, i32), piece.cols)
-            engine.commit(stager, 0, piece, scale, finite, rotated)
-
-        def multiply(chunk: Value) -> None:
-            engine.multiply_rows(tile, shape.p_padding, stager.offset.value, piece.cols, chunk)
-
-        return _Phase(shape.block_kv // shape.chunk_v, fetch, commit, multiply)
+        piece, first = self.engine.row_chunk(right.cols), self.b.const(0, i32)
+        return self._rows(tile, right, row, piece, first, scale, finite)
 
     def across(self, tile: RegisterTile, right: Matrix, row: Value, sums: TileSums, part: int) -> _Phase:
         """``tile += P^T right`` of one part of the columns of the rows from ``row`` on, with P from
         `Simt.store_p_transposed`. Inf and NaN count as zero."""
+        piece = Chunk(self.shape.chunk_v, sums.part_cols, 0, BankPadding(sums.part_cols))
+        first = self.b.const(part * sums.part_cols, i32)
+        return self._rows(tile, right, row, piece, first, None, True, transposed=True)
+
+    def _rows(
+        self, tile: RegisterTile, right: Matrix, row: Value, piece: Chunk, first: Value, scale: Value | None,
+        finite: bool, transposed: bool = False,
+    ) -> _Phase:  # fmt: skip
+        """``tile += P right``, or ``P^T right`` if ``transposed``, of the columns from ``first`` on."""
         engine, shape, stager = self.engine, self.shape, self.stager
-        piece = Chunk(shape.chunk_v, sums.part_cols, 0, BankPadding(sums.part_cols))
-        first, cols = self.b.const(part * sums.part_cols, i32), shape.value_cols(sums.dim)
+        cols = shape.value_cols(right.cols)
+        padding = shape.transposed_padding if transposed else shape.p_padding
+        rows = shape.block_q if transposed else shape.block_kv
 
         def fetch(chunk: Value) -> None:
             starts = engine.row_starts(piece, right, row + chunk * shape.chunk_v)
@@ -147,12 +144,12 @@ class _Kernel(BackwardBlock):
 
         def commit(chunk: Value) -> None:
             rotated = None if right.rotary is None else (right.rotary, first, cols)
-            engine.commit(stager, 0, piece, finite=True, rotated=rotated)
+            engine.commit(stager, 0, piece, scale, finite, rotated)
 
         def multiply(chunk: Value) -> None:
-            engine.multiply_rows(tile, shape.transposed_padding, stager.offset.value, piece.cols, chunk)
+            engine.multiply_rows(tile, padding, stager.offset.value, piece.cols, chunk)
 
-        return _Phase(shape.block_q // shape.chunk_v, fetch, commit, multiply)
+        return _Phase(rows // shape.chunk_v, fetch, commit, multiply)
 
     def run_phase(self, phase: _Phase, then: Callable[[], None]) -> None:
         """All chunks of a product, the first of which is prefetched; ``then`` prefetches what comes next."""

@@ -80,9 +80,9 @@ class Block:
         for name, dtype in (("mask", config.mask), ("bias", config.bias)):
             if dtype:
                 p.buffer(name, u8 if dtype == "bool" else SCALARS[dtype])
-        for name, present, kind in (("alibi", config.alibi, f32), ("sinks", config.sinks, f32)):
-            if present:
-                p.buffer(name, kind)
+        for name in ("alibi", "sinks"):
+            if getattr(config, name):
+                p.buffer(name, f32)
         if config.dropout:
             p.buffer("seed", u32)
         if config.rope is not None:
