@@ -137,7 +137,7 @@ def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class PackedSequence:
     """One sequence of a packed batch, by itself: its number, its problem and operands, and its rows and keys."""
 
     number: int
@@ -147,7 +147,7 @@ class Piece:
     keys: slice
 
 
-def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
+def sequences(problem: AttentionProblem, operands: Operands) -> Iterator[PackedSequence]:
     """The sequences of a packed batch in host memory."""
     assert operands.cu_q is not None and operands.cu_k is not None
     at_q, at_k = operands.cu_q.storage.tolist(), operands.cu_k.storage.tolist()
@@ -165,7 +165,7 @@ def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
             cu_q=None,
             cu_k=None,
         )
-        yield Piece(i, own, own_operands, rows, keys)
+        yield PackedSequence(i, own, own_operands, rows, keys)
 
 
 def _of_sequence(view: TensorView | None, number: int) -> TensorView | None:
@@ -181,9 +181,9 @@ def expect_varlen(problem: AttentionProblem, operands: Operands) -> Expected:
     """What a backend must come close to: `aule.ops.attention.reference.expect`, sequence by sequence."""
     out, lse = np.zeros(problem.out_shape), np.full(problem.out_shape[:3], -np.inf)
     twin = np.zeros(problem.out_shape) if problem.dtype in ("f16", "bf16") else None
-    for piece in pieces(problem, operands):
-        found = expect(piece.problem, **_arrays(piece.operands), first_batch=piece.number)
-        where = (slice(None), slice(None), piece.rows)
+    for one in sequences(problem, operands):
+        found = expect(one.problem, **_arrays(one.operands), first_batch=one.number)
+        where = (slice(None), slice(None), one.rows)
         out[where], lse[where] = found.out, found.lse
         if twin is not None:
             twin[where] = found.twin
@@ -197,11 +197,11 @@ def expect_varlen_gradients(problem: AttentionProblem, operands: Operands, dout:
     half = problem.dtype in ("f16", "bf16")
     twin = {name: np.zeros(shape) for name, shape in shapes.items()} if half else None
     magnitude = dict.fromkeys(NAMES, 0.0)
-    for piece in pieces(problem, operands):
-        part = dout[:, :, piece.rows]
-        found = expect_gradients(piece.problem, part, **_arrays(piece.operands), first_batch=piece.number)
+    for one in sequences(problem, operands):
+        part = dout[:, :, one.rows]
+        found = expect_gradients(one.problem, part, **_arrays(one.operands), first_batch=one.number)
         for name in NAMES:
-            where = (slice(None), slice(None), piece.rows if name == "dq" else piece.keys)
+            where = (slice(None), slice(None), one.rows if name == "dq" else one.keys)
             reference[name][where] = found.reference[name]
             if twin is not None and found.twin is not None:
                 twin[name][where] = found.twin[name]

@@ -33,7 +33,7 @@ from aule.tile.fragment.shape import RUN, row_stride
 from aule.tile.fragment.transfer import Transfer
 
 Body = Callable[[Value, tuple[Value, Value], Callable[[], None], Callable[[], None]], None]
-"""Takes a tile, where its two matrices lie, and the two calls of `_Kernel.passage`."""
+"""Takes a tile, where its two matrices lie, and the two calls of `_Kernel.pass_over`."""
 
 
 def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:
@@ -159,9 +159,9 @@ class _Kernel(GradientKernel):
         factors = self.engine.pack(values, self.engine.left, "enlarged")
         return lambda k: [row[k] for row in factors]
 
-    # -- the passage ---------------------------------------------------------------------------------------------------
+    # -- the pass over tiles -------------------------------------------------------------------------------------------
 
-    def passage(
+    def pass_over(
         self,
         transfers: tuple[Transfer, Transfer],
         limits: tuple[Value, ...],
@@ -291,7 +291,7 @@ class _Queries(_Kernel):
             self.accumulate(dQ, factors, 0, at[0])
             put_next()
 
-        self.passage((keys, values), (first, last), (body,), arrive)
+        self.pass_over((keys, values), (first, last), (body,), arrive)
         out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
         self.store(dQ, out, self.p.number("dq_factor", f32), 0)
 
@@ -381,7 +381,7 @@ class _Keys(_Kernel, KeysKernel):
             middle = b.min(b.max((row + (width - 1)) // width, first), last)
             limits = (first, b.select(past > scores.seq_kv, last, middle), last)
             bodies = (body, functools.partial(body, plain=True, full=True))
-        self.passage(
+        self.pass_over(
             (queries, results), limits, bodies,
             lambda tile, at: self.put_numbers(tile, fetched), lambda tile: self.fetch_numbers(head, tile, fetched),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import i32, u32
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.forward_memory import TileMemory
-from aule.ops.attention.fragment.forward_rows import QueryRows, dealt_out, goes_in_runs, store_runs
+from aule.ops.attention.fragment.forward_rows import QueryRows, can_deal_out, can_store_runs, store_runs
 from aule.ops.attention.fragment.tile_order import TilePlace
 from aule.ops.combine.pieces import pieces
 from aule.ops.softmax.online_softmax import LAG, SoftmaxState, follow
@@ -79,7 +79,7 @@ class FragmentForward(TileMemory):
         # Code for Inf and NaN between the products would leave the compiler fewer registers for them, so that it reads
         # fragments one by one. It has a pass of its own.
         with b.if_(self._nonfinite_edges()):
-            self._pass_carefully()
+            self._pass_guarded()
         with b.else_():
             self.values_finite = True
             self._pass_all()
@@ -108,7 +108,7 @@ class FragmentForward(TileMemory):
                 take(self.tiles.inside(tile), full=True)
         self._finish(O, rows)
 
-    def _pass_carefully(self) -> None:
+    def _pass_guarded(self) -> None:
         """All tiles in one loop, with a slow product for Inf and NaN: rarely used, so in little code."""
         b = self.b
         O, rows, q = self._begin()
@@ -236,7 +236,7 @@ class FragmentForward(TileMemory):
         b, engine, shape = self.b, self.engine, self.shape
         if shape.prefetch_scores and self.q.rotary is None:
             transfer = engine.transfer(self.q, shape.block_q, self.memory)
-            if dealt_out(transfer):
+            if can_deal_out(transfer):
                 transfer.start(self.row0, b.const(0, i32), self.config.full_tiles)
                 self._clear_padding()
                 width = max(shape.piece(self.q.cols, self.v.cols), SIZE)  # if any pass
@@ -268,7 +268,7 @@ class FragmentForward(TileMemory):
 
     def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
         b, engine = self.b, self.engine
-        if not (self.shape.prefetch_scores and goes_in_runs(engine, out)):
+        if not (self.shape.prefetch_scores and can_store_runs(engine, out)):
             super()._store(O, values, out)
             return
         room = self.shape.tile_elements(self.config.head_dim, self.config.value_dim)

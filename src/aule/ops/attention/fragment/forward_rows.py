@@ -20,7 +20,7 @@ Columns = tuple[int, int, Value]
 """The first column, the end, and where in shared memory they begin."""
 
 
-def dealt_out(transfer: Transfer) -> bool:
+def can_deal_out(transfer: Transfer) -> bool:
     """Whether a transfer can serve `QueryRows`: a thread's runs lie in one column and wait in registers."""
     return transfer.regular and not transfer.direct and transfer.source.cols % SIZE == 0
 
@@ -29,7 +29,7 @@ class QueryRows:
     """Rows of Q that are fetched entire, with constant steps between addresses, and dealt out by columns: some stay in
     shared memory, the others pass through it into registers.
 
-    The transfer must be `dealt_out` and started.
+    The transfer must be `can_deal_out` and started.
     """
 
     def __init__(self, engine: Fragments, transfer: Transfer, subgroup_row: Value) -> None:
@@ -76,7 +76,7 @@ class QueryRows:
                 b.store(transfer.memory, at + step * i, run)
 
 
-def goes_in_runs(engine: Fragments, out: Matrix) -> bool:
+def can_store_runs(engine: Fragments, out: Matrix) -> bool:
     """Whether `store_runs` can store O."""
     return out.aligned and out.col_stride is None and out.elem == engine.elem and out.cols % SIZE == 0
 

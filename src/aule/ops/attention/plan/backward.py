@@ -296,8 +296,9 @@ def _in_quads(target: Target) -> bool:
     """Whether four components that are added together are two neighbours in each of two rows."""
     if added_together(target) != QUAD:
         return False
-    way = arrange(target)
-    return way.results.part_bits[:2] == ((0, 1), (SIZE // 2, 0)) and (way.height, way.width) == (SIZE, SIZE)
+    arrangement = arrange(target)
+    square = (arrangement.height, arrangement.width) == (SIZE, SIZE)
+    return square and arrangement.results.part_bits[:2] == ((0, 1), (SIZE // 2, 0))
 
 
 def _in_octets(target: Target) -> bool:
@@ -305,7 +306,7 @@ def _in_octets(target: Target) -> bool:
     of these components are another subgroup's width away."""
     if added_together(target) != 1:
         return False
-    way = arrange(target)
-    lanes, parts = way.results.lane_bits, way.results.part_bits
-    square = (way.height, way.width) == (SIZE, SIZE)
+    arrangement = arrange(target)
+    lanes, parts = arrangement.results.lane_bits, arrangement.results.part_bits
+    square = (arrangement.height, arrangement.width) == (SIZE, SIZE)
     return square and lanes[:2] == ((0, 2), (0, 4)) and (0, 1) in parts and (0, 8) in parts

@@ -93,7 +93,7 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
     copied = all(in_runs) if problem.rope is None else can_rotate_before(problem) and in_runs[2]
     # From so many scores on, two launches that look at a mask pay off.
     if copied and (problem.mask is None or scores >= tuning.number(target, "attention.forward.mask_prepass_scores")):
-        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), _length_of_all(problem))
+        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), _unmodified_length(problem))
     if found is None and rotates_runs(problem):
         rotated = problem.rope is not None
         found = choose_fragments(target, problem.dtype, *dims, masked, not all(in_runs), rotated)
@@ -108,7 +108,7 @@ def _modifier(problem: AttentionProblem) -> Modifier:
     return "nothing" if problem.mask in (None, "bool") else "mask"
 
 
-def _length_of_all(problem: AttentionProblem) -> int:
+def _unmodified_length(problem: AttentionProblem) -> int:
     """How many rows and keys there are at least where every row keeps every key as it is; 0 elsewhere."""
     modified = problem.mask or problem.bias or problem.alibi or problem.softcap > 0 or problem.dropout_p > 0
     banded = problem.limits != (UNBOUNDED, UNBOUNDED)

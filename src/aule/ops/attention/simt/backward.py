@@ -200,7 +200,7 @@ class _Kernel(BackwardBlock):
         delta: Callable[[int, int], Value],
         slope: RegisterTile | None,
         kept: list[list[Value]] | None,
-        keep: Callable[[Value, int, int], None] | None = None,
+        store_ds: Callable[[Value, int, int], None] | None = None,
     ) -> None:
         """Replace dP by dS.
 
@@ -213,7 +213,7 @@ class _Kernel(BackwardBlock):
             The derivative of the softcap.
         kept : list of list of Value, optional
             The weights that dropout keeps.
-        keep : callable, optional
+        store_ds : callable, optional
             Receives the gradient of the scores as softmax got them, after the softcap.
         """
         b = self.b
@@ -227,8 +227,8 @@ class _Kernel(BackwardBlock):
             p, zero = weights[r][c], b.const(0.0, f32)
             dropped = b.eq(p, 0.0)
             ds = p * (dp - delta(r, c))
-            if keep is not None:
-                keep(b.select(dropped, zero, ds), r, c)
+            if store_ds is not None:
+                store_ds(b.select(dropped, zero, ds), r, c)
             return b.select(dropped, zero, ds if bends is None else ds * bends[r][c])
 
         dP.map(apply)
@@ -303,27 +303,27 @@ class _Queries(_Kernel):
             b.comment("dS = P * (dO V^T - delta)")
             dP.fill(zero)
             self.run_phase(weight, lambda: result.fetch(first_chunk))
-            keep = self._keep_scores(S, key0) if self.config.scores else None
+            store_ds = self._ds_store(S, key0) if self.config.scores else None
             kept = self.kept(self.head, place, S.strip, transposed=False)
-            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, kept, keep)
+            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, kept, store_ds)
             b.comment("dQ = dQ + dS K")
             engine.store_p(S, dP.values())
             self.run_phase(result, lambda: products(tile + 1)[0].fetch(first_chunk))
         self.store(dQ, self.dq, row0, self.p.number("dq_factor", f32))
 
-    def _keep_scores(self, S: RegisterTile, key0: Value) -> Callable[[Value, int, int], None]:
+    def _ds_store(self, S: RegisterTile, key0: Value) -> Callable[[Value, int, int], None]:
         """A function that stores dS of the rows and keys that exist."""
         b, scores = self.b, self.scores
         out = self.p.buffer("ds", f32, "write")
         base = self.p.strided("ds", scores.batch, self.head)
         step = self.p.number("ds_row_stride", self.index)
 
-        def keep(ds: Value, r: int, c: int) -> None:
+        def store(ds: Value, r: int, c: int) -> None:
             row, key = self.row0 + S.row(r), key0 + S.col(c)
             with b.if_((row < scores.seq_q) & (key < scores.seq_kv)):
                 b.store(out, base + b.cast(row, self.index) * step + b.cast(key, self.index), ds)
 
-        return keep
+        return store
 
 
 class _Keys(_Kernel):

@@ -215,7 +215,7 @@ class _Keys(KeysKernel, ABC):
         right = PanelFactor(self.memory, k_at, self.own_shapes[0])
         self._start(self.dQ, left, right, self.shape.block_q // SIZE, fresh=True)
 
-    # -- the passage ---------------------------------------------------------------------------------------------------
+    # -- the pass over tiles -------------------------------------------------------------------------------------------
 
     def _pass(self, head: Value, first: Value, last: Value, end: Value, tile_list: TileList | None) -> None:
         """Add the share of one query head's rows to the block's dK and dV, and the block's share to their dQ."""

@@ -139,7 +139,7 @@ class _Forward(TileScores):
             with b.if_(b.workgroup_any(b.ne(self.found.value, 0))):
                 self._repeat(state)
         else:
-            self._pass_with_care(state, self.edges)
+            self._pass_guarded(state, self.edges)
             with b.if_(self.edges < self.count):
                 self._pass_over(state, self.edges)
         self._finish(O, rows)
@@ -185,7 +185,7 @@ class _Forward(TileScores):
         self._start_values(state, self._memory_of(v_slot.value)[1])
         b.warpgroup_wait()
 
-    def _pass_with_care(self, state: _State, end: Value) -> None:
+    def _pass_guarded(self, state: _State, end: Value) -> None:
         """The tiles up to the ``end``-th, one product after the other, with Inf and NaN of dropped keys kept from O."""
         b = self.b
         with b.loop(0, end, name="edge") as i:
@@ -218,7 +218,7 @@ class _Forward(TileScores):
             self._start_from_sink(state.rows)
         zero = b.const(0, i32)
         self._start_tile(self._tile(zero), zero, full=False)
-        self._pass_with_care(state, self.count)
+        self._pass_guarded(state, self.count)
 
     def _softmax(self, state: _State, tile: Value, row_terms: list[Value], running: bool = False) -> None:
         """P of a tile's scores, to each row of which its term is still to be added; ``running`` while a product adds to
