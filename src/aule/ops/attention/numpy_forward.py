@@ -26,7 +26,7 @@ _TILE_ROWS = 256
 _TILE_KEYS = 512
 _TILE_ELEMENTS = _TILE_ROWS * _TILE_KEYS
 _BANDS = 8
-"""Bands remembered: more than a diagonal meets, few enough to stay small."""
+"""Bands remembered: more than the tiles along a diagonal have."""
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None, first_batch: int = 0) -> None:
@@ -43,13 +43,13 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     lse : ndarray or None
         ``[batch, heads_q, seq_q]`` for the log-sum-exp, float32 or float64, likewise.
     first_batch : int
-        What dropout takes the first batch to be the number of.
+        The number that dropout gives to the first batch.
     """
     out = _lift(out.view(np.uint16) if problem.dtype == "bf16" else out, 4)
     lse = None if lse is None else _lift(lse, 3)
     if out.size == 0:
         return
-    # Non-finite inputs and fully masked rows take part in the arithmetic on purpose; nothing of it is a mistake.
+    # Nonfinite inputs and fully masked rows take part in the arithmetic on purpose.
     with np.errstate(all="ignore"):
         _Forward(problem, operands, out, lse, first_batch).run()
 
@@ -99,7 +99,7 @@ class _Forward:
 
     def _heads(self, b: slice, h: slice) -> None:
         p = self.problem
-        # Once per head, not once per tile: conversion to fp32, and a copy where BLAS could not read the strides.
+        # Conversion to fp32, and a copy where BLAS could not read the strides, once per head.
         first, last = self._reach(slice(0, p.seq_q))
         k = self._rotated(_readable(self.k[b, h, first:last], p.dtype), b, first + p.rope_starts[1])
         v = _readable(self.v[b, h, first:last], p.dtype)
@@ -131,7 +131,7 @@ class _Forward:
         m = np.full((*head, 1), -np.inf, dtype=self.work)
         total = np.zeros((*head, 1), dtype=self.work)
         if self.sinks is not None:
-            # The sink is a key without a value that every row has already met; one of -inf fades with the first key.
+            # The sink is a key without a value that comes first; one of -inf has no weight beside other keys.
             m.reshape(*q.shape[:2], p.group, count)[:] = self.sinks[h, :, None]
             total[:] = 1
 
@@ -180,8 +180,8 @@ class _Forward:
         finite = None if keep is None else np.isfinite(v)
         if keep is None or finite is None or finite.all():
             return np.matmul(s, v, out=part)
-        # 0 * NaN is NaN. Values that are not finite go through a second product with what is kept as weights, where
-        # 0 * 1 stays 0 and a row receives a value's infinity or NaN only when it keeps that key.
+        # 0 * NaN is NaN. Nonfinite values go through a second product, with 1 for kept keys as weights, so that a row
+        # receives Inf or NaN only from keys that it keeps.
         p = self.problem
         np.matmul(s, np.where(finite, v, 0), out=part)
         kept = np.broadcast_to(keep, (*s.shape[:2], p.group, count, s.shape[-1])).reshape(s.shape).astype(self.work)
@@ -192,7 +192,7 @@ class _Forward:
         return part
 
     def _drop(self, weights: Array, b: slice, h: slice, rows: slice, keys: slice) -> None:
-        """Dropout, in place, of weights with a tile's heads apart."""
+        """Apply dropout to weights ``[batch, heads_kv, group, rows, keys]`` in place."""
         p = self.problem
         assert self.seed is not None
         batches, heads, members = np.ogrid[b, h, : p.group]
@@ -266,7 +266,7 @@ def _score_operand(view: TensorView | None, problem: AttentionProblem) -> _Score
     if view is None:
         return None
     array = _split_heads(view.storage, problem)
-    # NumPy broadcasts length 1 again where it is needed; until then no work is done twice.
+    # Axes of length 1, which NumPy broadcasts where needed, are converted once.
     array = array[tuple(slice(0, 1) if step == 0 else slice(None) for step in array.strides)]
     return _ScoreOperand(array, view.dtype)
 

@@ -1,8 +1,8 @@
 """The oracle: attention in fp64, its low-precision twin, and the tolerance that follows from the two.
 
-`attention_reference` says what is right. `attention_twin` says how far the same maths, written down naively in the
-problem's own precision, is from right. A backend may be twice as far off (fp16, bf16) or 1e-5 of the largest output
-(fp32): see `tolerance`. Tests, ``aule check`` and the benchmarks all judge through `compare`.
+`attention_reference` computes the right result, `attention_twin` the same maths written naively in the problem's own
+precision. A backend may err twice as much as the twin (fp16, bf16) or by 1e-5 of the largest output (fp32): see
+`tolerance`. Tests, ``aule check`` and the benchmarks all judge through `compare`.
 """
 
 from __future__ import annotations
@@ -160,9 +160,8 @@ def tolerance(problem: AttentionProblem, reference: Array, twin: Array | None = 
     """Largest error that is still right.
 
     fp32: 1e-5 of the largest reference value; fp64: 1e-12 of it. fp16 and bf16: twice the largest error of the twin,
-    but no less than one unit in the last place of the dtype at the largest reference value. That floor is there
-    because the twin may be exact by luck (a row that keeps one key copies its value) while any result, though computed
-    in fp32, is rounded to the dtype once: half a unit for that, and a full unit where fp32 noise tips a tie.
+    but no less than one unit in the last place of the dtype at the largest reference value, since the twin may be exact
+    by luck (a row that keeps one key copies its value) while any result is rounded to the dtype once.
 
     Parameters
     ----------
@@ -192,10 +191,9 @@ def unit_in_last_place(value: float, dtype: str) -> float:
 def lse_tolerance(problem: AttentionProblem, lse_dtype: npt.DTypeLike = np.float32) -> float:
     """Largest error of the log-sum-exp, relative to ``max(1, |lse|)``.
 
-    An error in lse is an error in the scores, which every backend accumulates in fp32 and which grows with their size:
-    1e-5. fp16 and bf16 inputs are exact in fp32, so nothing larger is due to them; matrix units may truncate where an
-    FMA rounds, hence the factor of two. fp64 problems are as good as the dtype the lse is stored in: 1e-12, or one
-    fp32 epsilon.
+    An error in lse is an error in the scores, which every backend accumulates in fp32: 1e-5. fp16 and bf16 inputs are
+    exact in fp32, but matrix units may truncate where an FMA rounds: twice that. fp64 problems are as good as the dtype
+    the lse is stored in: 1e-12, or one fp32 epsilon.
     """
     if problem.dtype == "f64":
         return 1e-12 if np.dtype(lse_dtype) == np.float64 else float(np.finfo(np.float32).eps)
@@ -211,7 +209,7 @@ class Expected:
     twin: F64 | None
     """None for fp32 and fp64, whose tolerance does not need it."""
     lse_twin: F64 | None = None
-    """Where q and k are rotated in half precision, whose products may take them rounded."""
+    """Only if q and k are rotated in half precision, whose products may take them rounded."""
 
 
 def expect(
@@ -227,7 +225,7 @@ def expect(
 
 @dataclass(frozen=True)
 class Comparison:
-    """The verdict of `compare`; true when the result is right."""
+    """The verdict of `compare`; true if the result is right."""
 
     error: float
     """Largest absolute error of the output."""
@@ -237,7 +235,7 @@ class Comparison:
     lse_tolerance: float
     ok: bool
     message: str
-    """One line, with the place of the largest error when it is not ok."""
+    """One line, with the place of the largest error if it is not ok."""
 
     def __bool__(self) -> bool:
         return self.ok
@@ -350,7 +348,7 @@ def head_rows(
 
 
 class Angles:
-    """The tables of a problem that rotates q and k, in fp64; without one nothing is rotated."""
+    """The tables of a problem that rotates q and k, in fp64; otherwise rows stay as they are."""
 
     def __init__(self, problem: AttentionProblem, cos: Array | None, sin: Array | None) -> None:
         self.rope = problem.rope
@@ -386,12 +384,12 @@ def _product(p: Array, v: Array, keep: npt.NDArray[np.bool_]) -> Array:
 
 
 def rounded_to(values: Array, dtype: str) -> Array:
-    """Round float32 values to fp16 or bf16 and back; other dtypes are already as precise as they get."""
+    """Round float32 values to fp16 or bf16 and back; for other dtypes they stay as they are."""
     if dtype == "f16":
         return values.astype(np.float16).astype(np.float32)
     if dtype == "bf16":
         bits = np.ascontiguousarray(values).view(np.uint32)
-        # To nearest, ties to even. Infinity stays; NaN would overflow into the sign, so it is kept aside.
+        # To nearest, ties to even. NaN would overflow into the sign.
         nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
         return np.where(np.isnan(values), values, nearest.view(np.float32)).reshape(values.shape)
     return values
@@ -405,7 +403,7 @@ def errors_of(got: F64, reference: F64) -> F64:
 
 
 def largest_error(got: F64, reference: F64) -> float:
-    """Largest error where both are finite: a twin that overflowed says nothing about the rest."""
+    """Largest error where both are finite, since a twin may overflow."""
     both = np.isfinite(got) & np.isfinite(reference)
     return float(np.max(np.abs(got[both] - reference[both]), initial=0.0))
 

@@ -34,7 +34,7 @@ class ExpectedGradients:
     twin: dict[str, F64] | None
     """None for fp32 and fp64, whose tolerance does not need it."""
     magnitude: dict[str, float]
-    """The largest sum of absolute terms behind an element: where they cancel, a gradient is less than its noise."""
+    """The largest sum of absolute terms of an element; where they cancel, rounding exceeds the gradient."""
 
 
 def expect_gradients(
@@ -92,8 +92,8 @@ def _gradients(
             v_kept = np.where(np.isfinite(part.v), part.v, 0).astype(work)
             dropped = rounded(weights * part.factor)
             dp = rounded(rounded(do @ v_kept.T) * part.factor)
-            # As in every flash attention, delta comes from the output, which is there in the problem's precision only.
-            # In fp64 that is the same as the sum over weights * dp.
+            # As in every flash attention, delta comes from the output, rounded to the problem's precision. In fp64 it
+            # equals the sum of weights * dp.
             delta = (do * rounded(dropped @ v_kept)).sum(axis=1, keepdims=True)
             ds = rounded(weights * (dp - delta) * (1 - bend * bend))
             k_kept = np.where(np.isfinite(part.k), part.k, 0).astype(work)
@@ -126,7 +126,7 @@ def gradient_tolerance(problem: AttentionProblem, name: str, expected: ExpectedG
 
 
 def compare_gradients(problem: AttentionProblem, got: dict[str, Array], expected: ExpectedGradients) -> str:
-    """Judge gradients; empty when all are right, else which is how far off where."""
+    """Judge gradients; empty if all are right, else the name, error and place of each wrong one."""
     wrong = []
     for name in NAMES:
         reference = expected.reference[name]

@@ -42,9 +42,9 @@ def varlen_problem(
     q, k, v : TensorView
         ``[rows, heads, dim]``.
     cu_q, cu_k : TensorView
-        i32 ``[batch + 1]``; their contents are checked where they are in host memory.
+        i32 ``[batch + 1]``; their contents are checked if they are in host memory.
     max_q, max_k : int, optional
-        Lengths of the longest sequences; needed where the offsets are not in host memory.
+        Lengths of the longest sequences; needed if the offsets are not in host memory.
     op : str
         The public function that was called, for messages.
     **options
@@ -111,7 +111,7 @@ def _check_offsets(op: str, cu_q: TensorView, cu_k: TensorView) -> int:
 
 
 def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given: int | None) -> int:
-    """The length of the longest sequence: as given, and checked against the offsets where these can be read."""
+    """The length of the longest sequence, checked against the offsets if these are in host memory."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 0):
         raise InvalidArgumentError(f"[{op}] expected max_seqlen_{name} as an int >= 0 or None, got {given!r}")
     if not offsets.is_host:
@@ -138,7 +138,7 @@ def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given:
 
 @dataclass(frozen=True, eq=False)
 class PackedSequence:
-    """One sequence of a packed batch, by itself: its number, its problem and operands, and its rows and keys."""
+    """One sequence of a packed batch: its number, its problem and operands, and its rows and keys in the batch."""
 
     number: int
     problem: AttentionProblem
@@ -191,7 +191,7 @@ def expect_varlen(problem: AttentionProblem, operands: Operands) -> Expected:
 
 
 def expect_varlen_gradients(problem: AttentionProblem, operands: Operands, dout: Array) -> ExpectedGradients:
-    """Gradients likewise; ``dout`` as ``problem.out_shape``."""
+    """Gradients that a backend must come close to; ``dout`` as ``problem.out_shape``."""
     shapes = dict(zip(NAMES, (operands.q.shape, operands.k.shape, operands.v.shape), strict=True))
     reference = {name: np.zeros(shape) for name, shape in shapes.items()}
     half = problem.dtype in ("f16", "bf16")

@@ -25,8 +25,8 @@ def block_of(
     """The head of workgroup ``number`` of ``total``, and which of its ``blocks`` blocks of rows it has.
 
     With a causal mask the last blocks have the most work. Those of ``together`` heads come first, so that the launch
-    ends with short work; then those of the next heads, so that K and V in use stay in the cache. Without a causal mask
-    all blocks have as much work, and heads follow each other, as if ``together`` is None.
+    ends with short work; then those of the next heads, so that K and V in use stay in the cache. Without a causal mask,
+    or if ``together`` is None, heads follow each other.
     """
     if config.right and not config.left and together is not None:
         section = number // (together * blocks)
@@ -47,7 +47,7 @@ class Tile(Protocol):
 @dataclass(frozen=True)
 class Reach:
     """Keys (i32) of some rows: ``first .. end - 1`` holds every kept key, and every row keeps all of
-    ``full_first .. full_end - 1``, mask and bias apart."""
+    ``full_first .. full_end - 1`` unless mask or bias drop some."""
 
     first: Value
     end: Value

@@ -2,10 +2,9 @@
 
 Weight (row, column) of a head is kept when its 16 random bits, as a number, are at least ``2**16 * rounded_chance(p)``.
 They are number ``column & 7`` of the eight halves of Philox4x32-10 (`aule.tile.common.random`), the lower half of each
-word
-first, at counter ``(column >> 3, row, batch * heads_q + head, 0)`` with the two words of the seed, low word first, as
-key. Row and column count from the start of the problem, so tiles and schedules do not matter. Kept weights are
-multiplied by ``1 / (1 - rounded_chance(p))``; the softmax's denominator and the log-sum-exp know nothing of dropout.
+word first, at counter ``(column >> 3, row, batch * heads_q + head, 0)`` with the two words of the seed, low word first,
+as key. Row and column count from the start of the problem, so tiles and schedules do not matter. Kept weights are
+multiplied by ``1 / (1 - rounded_chance(p))``; the softmax's denominator and the log-sum-exp are those without dropout.
 """
 
 from __future__ import annotations

@@ -72,7 +72,6 @@ class BackwardTask:
         self.dq_parts = self.p.buffer("dq_parts", work, "readwrite")
 
     def _allocate(self) -> None:
-        """Declare the arrays of a task."""
         b, config, shape, work = self.b, self.config, self.shape, self.config.work
         factor, step = config.factor, config.step
         self.head_steps, self.value_steps = -(-config.head_dim // step), -(-config.value_dim // step)

@@ -38,12 +38,10 @@ class CpuShape:
 
     @property
     def lanes(self) -> int:
-        """Elements of a vector."""
         return self.unit.lanes
 
     @property
     def panel_vectors(self) -> int:
-        """Vectors of a panel."""
         return self.panel // self.unit.lanes
 
     def vectors(self, cols: int) -> int:

@@ -183,7 +183,6 @@ class Forward:
             b.store(self.l, row, l)
 
     def _rotated(self, source: MatrixRow, row: Value) -> MatrixRow:
-        """A rotated copy of a row of Q."""
         b, config, engine = self.b, self.config, self.engine
         rotary = rotary_of(self.p, "q", self.task.batch, self.scores.shift)
         array = b.private("q_row", source.matrix.elem if self.q_pairs else config.work, config.head_dim)
@@ -240,7 +239,6 @@ class Forward:
         return Operand(scratch, b.const(0, i64), 0, shape.panel)
 
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
-        """Rows of V from a key on, in place."""
         start = v.base + self.engine.index(key0) * v.row_stride
         return Operand(v.buffer, start, 0, v.row_stride, ahead=self.ahead)
 

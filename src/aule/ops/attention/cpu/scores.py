@@ -22,20 +22,10 @@ def modify(
     kinds: dict[str, Columns],
     after_softcap: Callable[[list[list[Var]]], None] | None = None,
 ) -> None:
-    """Apply the modifiers to the scores of some rows with the keys from ``key`` on.
+    """Apply the modifiers to vectors of scores ``c`` of some rows with the keys from ``key`` on, in place.
 
-    Parameters
-    ----------
-    c : list of list of Var
-        Vectors of scores by row; changed in place.
-    queries : sequence
-        Query head and query row of each row.
-    partial : Value
-        Whether some of the keys are outside of some row's band.
-    kinds : dict
-        Layout of mask and bias along a row.
-    after_softcap : callable, optional
-        Called with the scores after the softcap.
+    ``queries`` are query head and query row of each row, ``kinds`` the layouts of mask and bias along a row. Keys may
+    be outside of some row's band only if ``partial``. ``after_softcap`` is called with the scores after the softcap.
     """
     b = scores.b
     columns = [engine.lane_numbers(key + j * engine.lanes) for j in range(len(c[0]))]

@@ -74,7 +74,7 @@ class _Kernel(GradientKernel):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def load_own(self) -> None:
-        """Load the rows that the workgroup owns; the first barrier of the loop shows them."""
+        """Load the rows that the workgroup owns; the first barrier of the loop makes them visible."""
         b, (first, second) = self.b, self.own
         transfer = self._bring(first, self.own_start[0])
         if self.config.sums:
@@ -169,17 +169,13 @@ class _Kernel(GradientKernel):
         arrive: Callable[[Value, tuple[Value, Value]], None],
         start: Callable[[Value], None] | None = None,
     ) -> None:
-        """Pass over all tiles.
+        """Pass over all tiles, whose rows ``transfers`` fetch.
 
         Parameters
         ----------
-        transfers : tuple of Transfer
-            Fetch the rows of the two other matrices.
-        limits : tuple of Value
-            Each of ``bodies`` takes the tiles between two limits.
-        bodies : tuple of Body
-            Called with the tile, where it lies, a function to call when there are registers for the next tile's rows,
-            and one to call when this tile's rows have been read. These do nothing unless ``shape.late_fetch``.
+        limits, bodies : tuple
+            Each body takes the tiles between two limits. It calls its third argument when there are registers for the
+            next tile's rows, and its last when this tile's rows have been read (no-ops unless ``shape.late_fetch``).
         arrive : callable
             May change the rows that a thread has fetched before others see them.
         start : callable, optional

@@ -48,8 +48,8 @@ class GradientKernel(BackwardBlock):
         self.depths = tuple(padded(dim, SIZE) // SIZE for dim in (config.head_dim, config.value_dim))
 
     def finite(self, run: Value) -> Value:
-        """A run with zeros for Inf and NaN. dS of a dropped key is 0, and 0 times either is NaN; if the key is not
-        dropped, the log-sum-exp is NaN already."""
+        """A run with zeros for Inf and NaN: dS of a dropped key is 0, and 0 times either is NaN. If a row keeps the
+        key, its log-sum-exp is NaN already."""
         b, elem = self.b, self.engine.elem
         exponent = 0x7F80 if elem == bf16 else 0x7C00
         parts = []
@@ -66,20 +66,8 @@ class GradientKernel(BackwardBlock):
         partial: Value | None,
         base: Callable[[int, int], Value],
     ) -> list[list[Value]] | None:
-        """Replace S by P.
-
-        Parameters
-        ----------
-        partial : Value or None
-            Whether rows may drop keys of the tile; None without modifiers.
-        base : callable
-            Gives what is added to an element's scaled score.
-
-        Returns
-        -------
-        list of list of Value or None
-            The derivative of the softcap, if there is one.
-        """
+        """Replace S by P, with ``base`` to be added to each scaled score. ``partial`` is whether rows may drop keys of
+        the tile, or None without modifiers. Returns the derivative of the softcap, if there is one."""
         b, config = self.b, self.config
         if not config.folded:
             S.map(lambda s, r, c: s * self.scale)
@@ -99,18 +87,11 @@ class GradientKernel(BackwardBlock):
         kept: list[list[Value]] | None,
         guarded: bool = True,
     ) -> list[list[Value]]:
-        """DS of P and dP.
+        """Compute dS from P and dP, given the derivative ``slope`` of the softcap and the weights that dropout
+        ``kept``.
 
-        Parameters
-        ----------
-        delta : callable or None
-            Gives delta of an element's row; None if ``dp`` has it subtracted.
-        slope : list of list of Value or None
-            The derivative of the softcap.
-        kept : list of list of Value or None
-            The weights that dropout keeps.
-        guarded : bool
-            A weight of zero gives zero even if ``dp`` or ``slope`` is Inf or NaN, as V and K of dropped keys may be.
+        ``delta`` is None if dP has it subtracted. If ``guarded``, a weight of zero gives zero even if dP or slope is
+        Inf or NaN, as V and K of dropped keys may be.
         """
         b, zero = self.b, self.b.const(0.0, f32)
         result = []

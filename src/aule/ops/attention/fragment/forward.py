@@ -76,8 +76,8 @@ class FragmentForward(TileMemory):
         if not self.shape.prefetch_scores or self.config.everywhere:
             self._pass_all()
             return
-        # Code for Inf and NaN between the products would leave the compiler fewer registers for them, so that it reads
-        # fragments one by one. It has a pass of its own.
+        # Code for Inf and NaN between the products takes registers, so that the compiler reads fragments one by one.
+        # It has a pass of its own.
         with b.if_(self._nonfinite_edges()):
             self._pass_guarded()
         with b.else_():
@@ -85,7 +85,7 @@ class FragmentForward(TileMemory):
             self._pass_all()
 
     def _pass_all(self) -> None:
-        """All tiles, those at the edges in a loop of their own."""
+        """Pass over all tiles, edge tiles in a loop of their own."""
         b, prefetched = self.b, None
         O, rows, q = self._begin()
         if self.shape.prefetch_scores:
@@ -109,7 +109,7 @@ class FragmentForward(TileMemory):
         self._finish(O, rows)
 
     def _pass_guarded(self) -> None:
-        """All tiles in one loop, with a slow product for Inf and NaN: rarely used, so in little code."""
+        """Pass over all tiles in one loop, with a slow product for Inf and NaN; rarely used, so in little code."""
         b = self.b
         O, rows, q = self._begin()
         count, tile = self.tiles.count, self.tiles.tile
@@ -140,7 +140,6 @@ class FragmentForward(TileMemory):
         return b.workgroup_any(b.ne(found.value, 0))
 
     def _pass(self, at: TilePlace, q: Columns, O: FragmentTile, rows: list[SoftmaxState], full: bool) -> None:
-        """One tile of keys."""
         nonfinite = self._await_keys(at, full)
         S = self._scores_of(q, self._memory_of(at.stage)[0])
         if self.shape.stages == 1:

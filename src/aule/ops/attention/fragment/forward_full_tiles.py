@@ -23,7 +23,7 @@ MOST_BLOCKS = 1 << 20
 
 
 def build_forward_full_tiles(config: FragmentConfig, target: Target, name: str) -> KernelIR:
-    """Trace the forward kernel of a configuration that is ``full``."""
+    """Trace the forward kernel of a configuration with ``full_tiles``."""
     return build_forward_fragment(config, target, name, _Forward)
 
 

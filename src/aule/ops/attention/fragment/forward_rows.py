@@ -91,13 +91,7 @@ def store_runs(
     room: int,
 ) -> None:
     """Store a lane's elements of O through ``room`` elements of unused shared memory, from where neighbouring lanes
-    store neighbouring runs.
-
-    Parameters
-    ----------
-    row0, subgroup_row : Value
-        The block's first row, and the subgroup's in it.
-    """
+    store neighbouring runs. ``row0`` is the block's first row, and ``subgroup_row`` the subgroup's in it."""
     b, shape = engine.b, engine.shape
     width = out.cols
     while shape.block_q * row_stride(width) > room:

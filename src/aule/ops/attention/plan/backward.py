@@ -89,13 +89,13 @@ class _Tiles:
     Attributes
     ----------
     keys : SimtShape or FragmentShape
-        Of the kernel of dK and dV.
+        Tiles of the kernel of dK and dV.
     queries : SimtShape or FragmentShape or None
-        Of the kernel of dQ; None where that of dK and dV adds dQ up.
+        Tiles of the kernel of dQ; None if the kernel of dK and dV sums dQ.
     row_tiles : int
         Tiles of the sums of one head's dQ.
     clear : int
-        Elements of all sums of dQ, which are zero before.
+        Elements of all sums of dQ, which are cleared first.
     """
 
     keys: Shape
@@ -105,7 +105,7 @@ class _Tiles:
 
     @property
     def sums(self) -> bool:
-        """Whether the kernel of dK and dV adds dQ up."""
+        """Whether the kernel of dK and dV sums dQ."""
         return self.queries is None
 
 
@@ -117,7 +117,7 @@ def _choose_tiles(
     queries, keys = given
     in_runs = layout.aligned(_INPUTS, RUN)
     if all(in_runs) if problem.rope is None else can_rotate_before(problem) and all(in_runs[2:]):
-        # Rows that are put together on their way take registers that this kernel does not have.
+        # Assembling rows in registers takes more of them than this kernel has.
         keys = keys or choose_backward_warpgroups(target, problem.dtype, *dims)
     keys = keys or _fragments(problem, target, "sums" if adds else "keys")
     keys = keys or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
@@ -131,7 +131,7 @@ def _choose_tiles(
 
 
 def _fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
-    """Tiles of a kernel on matrix units; None where there are none, or where they cannot rotate."""
+    """Tiles of a kernel on matrix units; None if there are none, or if they cannot rotate."""
     shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of)
     if shape is None or problem.rope is None:
         return shape
@@ -140,7 +140,7 @@ def _fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentSh
 
 
 def _can_add(problem: AttentionProblem, target: Target) -> bool:
-    """Whether dQ may be added up by the kernel of dK and dV, and the device can."""
+    """Whether the kernel of dK and dV may sum dQ, and the device can."""
     if problem.deterministic or problem.packed is not None:
         return False
     if math.prod(problem.out_shape[:3]) * problem.head_dim // (2 - problem.head_dim % 2) > 2**31 - 1:
@@ -149,7 +149,7 @@ def _can_add(problem: AttentionProblem, target: Target) -> bool:
 
 
 def _sums_of_head(problem: AttentionProblem, shape: Shape) -> tuple[int, int]:
-    """How many tiles the sums of one head's dQ are, and the elements of each. The last may reach past the end."""
+    """The number of tiles of the sums of one head's dQ, and the elements of each; the last may reach past the end."""
     tiles = -(-problem.seq_q // shape.block_kv)
     if isinstance(shape, FragmentShape):
         return tiles * shape.block_kv // SIZE, -(-problem.head_dim // SIZE) * SIZE * SIZE
@@ -157,7 +157,7 @@ def _sums_of_head(problem: AttentionProblem, shape: Shape) -> tuple[int, int]:
 
 
 def _fits_sums(problem: AttentionProblem, target: Target, shape: Shape) -> bool:
-    """Whether a kernel of dK and dV with these tiles can add up dQ."""
+    """Whether a kernel of dK and dV with these tiles has room to sum dQ."""
     if isinstance(shape, FragmentShape):
         return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
     return shape.backward_bytes(max(problem.head_dim, problem.value_dim), sums=True) <= target.max_shared_bytes
@@ -196,7 +196,7 @@ class _Draft:
         }  # fmt: skip
 
     def add_delta(self) -> None:
-        """The step that makes a number for each row of O and dO, and clears the sums of dQ."""
+        """Add the step that computes delta of each row and clears the sums of dQ."""
         problem, results = self.problem, ("o", "do")
         lanes = self.target.subgroup_sizes or (self.target.subgroup_size,)
         use = tuning.use(self.target, "attention.backward.delta")
@@ -212,7 +212,7 @@ class _Draft:
         self._add(config, build_delta, blocks, self.scalars | row_scalars(problem))
 
     def add_gradients(self, of: Literal["queries", "keys"], shape: Shape) -> None:
-        """The step of dQ, or that of dK and dV, and those that it needs before."""
+        """Add the step of dQ, or that of dK and dV, and the steps before it."""
         problem = self.problem
         heads, length = (problem.heads_q, problem.seq_q) if of == "queries" else (problem.heads_kv, problem.seq_kv)
         each = -(-length // shape.block_q)
@@ -249,7 +249,7 @@ class _Draft:
         self._add(config, build, blocks, kernel.scalars, kernel.renamed)
 
     def _rotate(self, kernel: _Kernel) -> None:
-        """Rotate q and k in steps of their own, since the kernel's copies pass by registers."""
+        """Rotate q and k in steps of their own, since the kernel copies rows past registers."""
         steps, space, rotated = rope_prepass(self.problem, self.layout.views, self.target, self.layout.aligned_base)
         self.steps += steps
         self.workspace |= space
@@ -269,7 +269,7 @@ class _Draft:
         kernel.options |= found.options
 
     def add_rounding(self) -> None:
-        """The step that rounds the sums of dQ."""
+        """Add the step that rounds the sums of dQ."""
         problem, clear = self.problem, self.tiles.clear
         threads = tuning.use(self.target, "attention.backward.round")["threads"]
         added_by = None if isinstance(self.tiles.keys, FragmentShape) else self.tiles.keys

@@ -82,7 +82,7 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
     masked = problem.mask is not None or problem.bias is not None
     in_runs = layout.aligned("qkv", RUN)
     if problem.precision is not None:
-        # Rows are rounded in registers, as strided ones are put together there; the tiles of tf32 reckon with that.
+        # Rows are rounded in registers, where strided rows are assembled; the tiles of tf32 allow for that.
         in_registers = problem.precision != "tf32" or not all(in_runs)
         rounded = choose_fragments(target, problem.precision, *dims, masked, in_registers)
         if rounded is None:
@@ -91,7 +91,7 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
     found: FragmentShape | None = None
     scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
     copied = all(in_runs) if problem.rope is None else can_rotate_before(problem) and in_runs[2]
-    # From so many scores on, two launches that look at a mask pay off.
+    # From so many scores on, two launches that classify the mask's tiles pay off.
     if copied and (problem.mask is None or scores >= tuning.number(target, "attention.forward.mask_prepass_scores")):
         found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), _unmodified_length(problem))
     if found is None and rotates_runs(problem):
@@ -109,7 +109,7 @@ def _modifier(problem: AttentionProblem) -> Modifier:
 
 
 def _unmodified_length(problem: AttentionProblem) -> int:
-    """How many rows and keys there are at least where every row keeps every key as it is; 0 elsewhere."""
+    """The smaller of the numbers of rows and keys if every row keeps every key unmodified; otherwise 0."""
     modified = problem.mask or problem.bias or problem.alibi or problem.softcap > 0 or problem.dropout_p > 0
     banded = problem.limits != (UNBOUNDED, UNBOUNDED)
     return 0 if modified or banded or problem.packed is not None else min(problem.seq_q, problem.seq_kv)
@@ -121,7 +121,7 @@ def _unmodified_length(problem: AttentionProblem) -> int:
 class _Draft:
     """A plan in the making: steps before the kernel, their workspace, and scalars of the kernel.
 
-    Steps before the kernel may change what it finds: ``problem`` and ``layout`` are the kernel's own.
+    ``problem`` and ``layout`` are those of the kernel, after the steps before it.
     """
 
     def __init__(self, problem: AttentionProblem, layout: Layout, target: Target) -> None:
@@ -132,7 +132,7 @@ class _Draft:
         self.scalars: dict[str, int | float] = {}
 
     def rotate(self, shape: FragmentShape) -> None:
-        """Rotate q and k in steps of their own, where the kernel's copies pass by registers."""
+        """Rotate q and k in steps of their own if the kernel copies rows past registers."""
         if not shape.warpgroups or self.problem.rope is None:
             return
         steps, self.workspace, made = rope_prepass(
@@ -143,7 +143,7 @@ class _Draft:
         self.problem, self.renamed = replace(self.problem, rope=None), ROTATED
 
     def _count(self, shape: Shape) -> int:
-        """Put scalars together; returns the blocks of rows."""
+        """Collect scalars; returns the number of blocks of rows."""
         problem = self.problem
         blocks_q = -(-problem.seq_q // shape.block_q)
         blocks = blocks_q * problem.batch * problem.heads_q
@@ -204,7 +204,7 @@ class _Draft:
     # -- scalars and grid ----------------------------------------------------------------------------------------------
 
     def launched(self, config: Config, shape: Shape, split: SplitBlocks | None) -> Plan:
-        """The plan: steps before, and the kernel, whose blocks may be split along the keys."""
+        """The plan of the steps before and of the kernel, whose blocks may be split along the keys."""
         blocks, scratch = int(self.scalars["blocks"]), {}
         if split is not None:
             config, blocks = replace(config, pieces=True), split.workgroups
@@ -226,20 +226,20 @@ def _split(problem: AttentionProblem, config: Config, shape: Shape, target: Targ
 
 
 def _plain(config: Config, problem: AttentionProblem) -> bool:
-    """Whether all blocks of rows take as long, by a kernel that does no more than it must."""
+    """Whether rows are aligned, keep all keys and modify no scores, so that all blocks take equally long."""
     banded = config.left or config.right or problem.packed is not None
     return problem.modifiers == 0 and not banded and all(config.aligned)
 
 
 def _full_tiles(problem: AttentionProblem, shape: FragmentShape, blocks: int) -> bool:
-    """Whether a kernel for matrix units finds nothing but full tiles, as `FragmentConfig.full_tiles` says."""
+    """Whether a kernel on matrix units has only full tiles (`FragmentConfig.full_tiles`)."""
     lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0 < problem.seq_kv
     dims = problem.head_dim % SIZE == 0 and problem.value_dim % SIZE == 0
     return lengths and dims and problem.rope is None and problem.precision is None and blocks < MOST_BLOCKS
 
 
 def _dense_full_tiles(problem: AttentionProblem, layout: Layout, shape: SimtShape) -> bool:
-    """Whether rows follow each other in memory and are whole tiles, as `ForwardConfig.full_tiles` says."""
+    """Whether rows are dense in memory and fill all tiles (`ForwardConfig.full_tiles`)."""
     lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0
     known = not problem.packed and problem.rope is None and problem.head_dim % shape.chunk_k == 0
     views = layout.views
@@ -247,7 +247,7 @@ def _dense_full_tiles(problem: AttentionProblem, layout: Layout, shape: SimtShap
 
 
 def _few_keys(problem: AttentionProblem, target: Target) -> bool:
-    """Whether a band leaves so few keys to each row that tiles at its edges are too many for a loop of their own."""
+    """Whether a band leaves so few keys to each row that edge tiles are too many for a loop of their own."""
     left, right = problem.limits
     band = left + right + 1 if left != UNBOUNDED and right != UNBOUNDED else problem.seq_kv
     limited = left != UNBOUNDED or right != UNBOUNDED

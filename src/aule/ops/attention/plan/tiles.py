@@ -76,9 +76,9 @@ def choose_fragments(
     masked : bool
         There is a mask or a bias, whose indices take registers.
     strided : bool
-        Rows pass through registers on their way to shared memory, element by element.
+        Rows pass through registers into shared memory, element by element.
     rotated : bool
-        Columns of Q are rotated on their way, and so must stay together.
+        Columns of Q are rotated while they are read, and so must stay together.
     """
     if not multiplies(target, dtype):
         return None
@@ -102,7 +102,7 @@ def choose_full(target: Target, shape: FragmentShape) -> FragmentShape:
 
 
 def choose_wave(target: Target, shape: SimtShape | FragmentShape) -> Wave | None:
-    """How many workgroups of a table's shape run at a time; None if nobody measured it."""
+    """How many workgroups of a table's shape run at a time; None if not measured."""
     return known_wave(target, FRAGMENT if isinstance(shape, FragmentShape) else SIMT, shape)
 
 

@@ -42,8 +42,7 @@ def choose_backward_fragments(
 
 
 def choose_backward_wave(target: Target, shape: FragmentShape) -> Wave | None:
-    """How many workgroups with sums run at a time; None if nobody measured it, or partial sums could not be
-    combined."""
+    """How many workgroups with sums run at a time; None if not measured, or if partial sums cannot be combined."""
     return known_wave(target, FRAGMENT, shape) if target.device_fence else None
 
 
@@ -67,19 +66,8 @@ def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_
 def choose_backward_shape(
     target: Target, inner: int, results: tuple[int, ...], sums: bool = False, modifiers: int = 0
 ) -> SimtShape:
-    """Tiles of a simt backward kernel.
-
-    Parameters
-    ----------
-    inner : int
-        The wider of the head dimensions.
-    results : tuple of int
-        Columns of each gradient that the kernel computes.
-    sums : bool
-        It adds up dQ, too.
-    modifiers : int
-        Steps between scores and softmax.
-    """
+    """Tiles of a simt backward kernel, for the wider head dimension (``inner``) and the columns of each gradient
+    (``results``); with ``sums`` the kernel sums dQ, too."""
 
     def fits(record: tuning.Record) -> bool:
         """``accumulators`` are the most registers of S, dP and the gradients (dQ's sums excepted) that a thread may

@@ -109,7 +109,7 @@ class _Kernel(BackwardBlock):
         return _Phase(cols // shape.chunk_k, fetch, commit, multiply)
 
     def load_own(self, first: Matrix, second: Matrix, row: Value, scale: Value | None = None) -> None:
-        """Load the block's own rows if they are resident; the barrier of the first chunk shows them."""
+        """Load the block's own rows if they are resident; the barrier of the first chunk makes them visible."""
         if self.engine.q is not None and self.engine.own is not None:
             self.engine.load_resident(self.engine.q, first, row, scale)
             self.engine.load_resident(self.engine.own, second, row)
@@ -202,19 +202,10 @@ class _Kernel(BackwardBlock):
         kept: list[list[Value]] | None,
         store_ds: Callable[[Value, int, int], None] | None = None,
     ) -> None:
-        """Replace dP by dS.
+        """Replace dP by dS, given the derivative ``slope`` of the softcap and the weights that dropout ``kept``.
 
-        V and K of a dropped key may hold Inf or NaN, and so may dP and the softcap's derivative; the weight of zero
-        decides.
-
-        Parameters
-        ----------
-        slope : RegisterTile, optional
-            The derivative of the softcap.
-        kept : list of list of Value, optional
-            The weights that dropout keeps.
-        store_ds : callable, optional
-            Receives the gradient of the scores as softmax got them, after the softcap.
+        ``store_ds`` receives the gradient of the scores after the softcap. Where the weight is zero, dS is zero even if
+        dP or slope is Inf or NaN, as V and K of a dropped key may be.
         """
         b = self.b
         if kept is not None:

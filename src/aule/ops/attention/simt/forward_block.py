@@ -28,7 +28,7 @@ class Block:
     first_tile, last_tile : Value
         The tiles ``first_tile .. last_tile - 1`` hold every key that some row keeps.
     first_full, last_full : Value
-        In the tiles ``first_full .. last_full - 1`` every row keeps every key, mask and bias apart.
+        In the tiles ``first_full .. last_full - 1`` every row keeps every key unless mask or bias drop some.
     partials : RowPartials or None
         Where results go if the workgroup has only a piece of the block's keys.
     """
@@ -124,18 +124,18 @@ class Block:
         self.last_full = reach.full_end // width
 
     def is_edge(self, tile: Value) -> Value:
-        """Whether some row drops some key of a tile, mask and bias apart."""
+        """Whether the band or the end of the sequence drops some key of a tile."""
         return (tile < self.first_full) | (tile >= self.last_full)
 
     @property
     def rows(self) -> Value:
-        """Rows that the block has."""
+        """Rows of the block that exist."""
         return self.b.min(self.scores.seq_q - self.row0, self.config.shape.block_q)
 
     # -- between the products --------------------------------------------------------------------------------------
 
     def start(self, maximum: Maximum, column: Value) -> tuple[Value, Value]:
-        """M and l before the first tile, for the thread that has a column."""
+        """Row state (m, l) before the first tile, in the thread with a column."""
         if self.sink is None:
             return self.b.const(LOWEST, f32), self.b.const(0.0, f32)
         return from_sink(maximum, self.sink, column)

@@ -143,7 +143,7 @@ class _Keys(KeysKernel, ABC):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _load_own(self) -> None:
-        """Load K and V; the first barrier of a pass shows them."""
+        """Load K and V; the first barrier of a pass makes them visible."""
         b, engine, shape = self.b, self.engine, self.shape
         if self.limited:  # dQ is computed from entire panels of K
             zero = b.splat(b.const(0, engine.elem), 8)
@@ -164,7 +164,6 @@ class _Keys(KeysKernel, ABC):
         return start, start + self.other_shapes[0].elements
 
     def _fetch(self, head_pass: _Pass, tile: Value) -> None:
-        """Start copying a tile's rows."""
         b, row0, at = self.b, head_pass.number(tile) * self.shape.block_kv, self._stage(tile)
 
         def start(full: bool) -> None:
@@ -177,7 +176,7 @@ class _Keys(KeysKernel, ABC):
             start(full=False)
 
     def _land(self, head_pass: _Pass, tile: Value, numbers: Value) -> None:
-        """Wait for a tile's rows and the row numbers of tile ``numbers``, which the next barrier shows to all."""
+        """Wait for a tile's rows and the row numbers of tile ``numbers``; the next barrier makes them visible."""
         for transfer, place in zip(head_pass.transfers, self._stage(tile), strict=True):
             transfer.finish(place)
         self.put_numbers(numbers, head_pass.fetched)
@@ -209,7 +208,6 @@ class _Keys(KeysKernel, ABC):
         self._start((self.dK, self.dV)[which], left, other, ROWS // SIZE, fresh=False)
 
     def _start_queries(self, ds_at: Value) -> None:
-        """``dQ = dS K``, this warpgroup's part."""
         left = PanelFactor(self.memory, ds_at + self.dq_panel * self.ds_shape.stride, self.ds_shape, transposed=True)
         k_at = self.own_start[0] + self.k_panel * self.own_shapes[0].stride
         right = PanelFactor(self.memory, k_at, self.own_shapes[0])
@@ -309,7 +307,7 @@ class _Keys(KeysKernel, ABC):
     def _gradients(
         self, p: list[list[Value]], at: _Sites, slope: list[list[Value]] | None, partial: Value
     ) -> list[list[Value]]:
-        """dS, once dP is there; guarded only if keys may be dropped."""
+        """dS, after the product for dP; guarded only if keys may be dropped."""
         b, dP, everywhere = self.b, self.dP, self.config.everywhere
         kept = None
         if self.config.dropout:

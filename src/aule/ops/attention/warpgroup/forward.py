@@ -6,7 +6,7 @@ share of the tile before; as soon as the scores are there, their softmax is comp
 Edge tiles come first. Where they are few, they have a loop of their own, one product after the other, which keeps Inf
 and NaN in V of dropped keys from O; the main loop has no code for that. Where they are many (``config.one_loop``), one
 loop takes all tiles, with a window in the order of the keys. It only looks for Inf and NaN, and a block that has any is
-computed again with care.
+computed again, guarded.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ class _State:
 
 
 class _Forward(TileScores):
-    """The forward pass of one workgroup."""
-
     def _lay_out(self, target: Target) -> Warpgroups:
         b, config, shape = self.b, self.config, self.shape
         engine = Warpgroups(b, target, shape, config.factor or config.dtype)
@@ -208,7 +206,6 @@ class _Forward(TileScores):
                 b.warpgroup_wait()
 
     def _repeat(self, state: _State) -> None:
-        """Compute the block again, with care."""
         b = self.b
         for variable in state.O.vars[0]:
             variable.value = b.fragment_fill(self.engine.accumulator, 0.0)
@@ -271,7 +268,7 @@ class _Forward(TileScores):
         self.values.clear_padding(self.v_start, self.shape.stages + 1)
 
     def _slot(self, slot: Value, slots: int) -> Value:
-        """The slot of K or V after one, of so many."""
+        """The slot of K or V after ``slot``."""
         if slots & (slots - 1) == 0:
             return (slot + 1) & (slots - 1)
         return self.b.select(self.b.eq(slot, slots - 1), self.b.const(0, i32), slot + 1)
