@@ -3,7 +3,7 @@ shape fits a device and a problem."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -58,12 +58,8 @@ def choose_warpgroups(
     if not has_warpgroups(target, dtype) or not multiplies(target, dtype):
         return None
     facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "modifier": modifier, "length": length}
-
-    def fits(record: tuning.Record) -> bool:
-        return fragment_shape(record.use).shared_bytes(head_dim, value_dim) <= target.max_shared_bytes
-
-    record = tuning.find(target, WARPGROUP, facts, fits)
-    return fragment_shape(record.use) if record is not None else None
+    room = target.max_shared_bytes
+    return first_fitting(target, WARPGROUP, facts, lambda x: x.shared_bytes(head_dim, value_dim) <= room)
 
 
 def choose_fragments(
@@ -85,14 +81,20 @@ def choose_fragments(
     rows = "strided" if strided else "masked" if masked else "rotated" if rotated else "plain"
     itemsize = factor_elem(dtype).bits // 8
 
-    def fits(record: tuning.Record) -> bool:
-        shape = fitted(fragment_shape(record.use), target)
+    def fits(shape: FragmentShape) -> bool:
         shared = shape.shared_bytes(head_dim, value_dim, itemsize)
         return runs(shape, target) and shared <= target.max_shared_bytes
 
     facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "rows": rows}
-    record = tuning.find(target, FRAGMENT, facts, fits)
-    return fitted(fragment_shape(record.use), target) if record is not None else None
+    return first_fitting(target, FRAGMENT, facts, fits)
+
+
+def first_fitting(
+    target: Target, op: str, facts: Mapping[str, Any], fits: Callable[[FragmentShape], bool]
+) -> FragmentShape | None:
+    """The first shape on matrix units that the tables have for some facts and that fits, with the target's lanes."""
+    shapes = (fitted(fragment_shape(record.use), target) for record in tuning.matching(target, op, facts))
+    return next(filter(fits, shapes), None)
 
 
 def choose_full(target: Target, shape: FragmentShape) -> FragmentShape:

@@ -6,10 +6,10 @@ from aule import tuning
 from aule.errors import KernelError
 from aule.ir.types import PANEL
 from aule.ops.attention.plan.split import Wave
-from aule.ops.attention.plan.tiles import dims_facts, fragment_shape, known_wave, narrowed, runs, simt_shape
+from aule.ops.attention.plan.tiles import dims_facts, first_fitting, known_wave, narrowed, runs, simt_shape
 from aule.target import Target
 from aule.tile.fragment.arrangement import SIZE
-from aule.tile.fragment.engine import fitted, multiplies
+from aule.tile.fragment.engine import multiplies
 from aule.tile.fragment.shape import FragmentShape
 from aule.tile.simt.shape import SimtShape
 from aule.tile.warpgroup.engine import has_warpgroups
@@ -28,17 +28,14 @@ def choose_backward_fragments(
     if not multiplies(target, dtype):
         return None
 
-    def fits(record: tuning.Record) -> bool:
-        shape = fitted(fragment_shape(record.use), target)
+    def fits(shape: FragmentShape) -> bool:
         # A thread loads what belongs to one of the other rows.
         if not runs(shape, target) or shape.threads < shape.block_kv:
             return False
         even = all(-(-dim // SIZE) % shape.columns == 0 for dim in (head_dim, value_dim))
         return even and shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes
 
-    facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "of": of}
-    record = tuning.find(target, FRAGMENT, facts, fits)
-    return fitted(fragment_shape(record.use), target) if record is not None else None
+    return first_fitting(target, FRAGMENT, {"dtype": dtype, **dims_facts(head_dim, value_dim), "of": of}, fits)
 
 
 def choose_backward_wave(target: Target, shape: FragmentShape) -> Wave | None:
@@ -51,16 +48,14 @@ def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_
     if not (multiplies(target, dtype) and has_warpgroups(target, dtype)):
         return None
 
-    def fits(record: tuning.Record) -> bool:
-        shape = fragment_shape(record.use)
+    def fits(shape: FragmentShape) -> bool:
         # Warpgroups share dQ by panels of columns, of which each has at least one. If they have the same keys, they
         # share dK and dV by panels, too.
         enough = -(-head_dim // PANEL) >= shape.threads // 2 // shape.block_kv
         even = shape.columns == 1 or all(d % (shape.columns * PANEL) == 0 for d in (head_dim, value_dim))
         return enough and even and shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes
 
-    record = tuning.find(target, WARPGROUP, {"dtype": dtype, **dims_facts(head_dim, value_dim)}, fits)
-    return fragment_shape(record.use) if record is not None else None
+    return first_fitting(target, WARPGROUP, {"dtype": dtype, **dims_facts(head_dim, value_dim)}, fits)
 
 
 def choose_backward_shape(
