@@ -6,8 +6,7 @@ NumPy's vector loops pass over it. Extra memory is linear in the sequence length
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -69,8 +68,7 @@ class _Forward:
         self.v: Array = operands.v.storage
         self.out = _split_heads(out, problem)
         self.lse = None if lse is None else _split_heads(lse, problem)
-        self.mask = _score_operand(operands.mask, problem)
-        self.bias = _score_operand(operands.bias, problem)
+        self.mask, self.bias = (_score_reader(view, problem) for view in (operands.mask, operands.bias))
         self.slopes = None if operands.alibi is None else _split_heads(operands.alibi.storage, problem)
         self.sinks = None if operands.sinks is None else operands.sinks.storage.reshape(-1, problem.group)
 
@@ -212,10 +210,10 @@ class _Forward:
         if self.slopes is not None:
             far = np.abs(_distance(ahead, count, length)).astype(self.work)
             terms.append(self.slopes[b, h, :, None, None] * -far)
-        for operand in (self.mask, self.bias):
-            if operand is None:
+        for read in (self.mask, self.bias):
+            if read is None:
                 continue
-            values = operand.tile(b, h, rows, keys)
+            values = read(b, h, rows, keys)
             if values.dtype != np.bool_:
                 terms.append(values)
                 values = values != -np.inf
@@ -248,27 +246,20 @@ class _Forward:
         return bool(keys.start >= last - self.left and keys.stop <= first + self.right + 1)
 
 
-@dataclass(frozen=True, eq=False)
-class _ScoreOperand:
-    """A mask or bias ``[batch, heads_kv, group, seq_q, seq_kv]`` whose broadcast axes have length 1."""
-
-    array: Array
-    dtype: str
-
-    def tile(self, b: slice, h: slice, rows: slice, keys: slice) -> Array:
-        sizes = self.array.shape
-        wanted = (b, h, slice(None), rows, keys)
-        part = self.array[tuple(slice(None) if n == 1 else w for n, w in zip(sizes, wanted, strict=True))]
-        return part if self.dtype == "bool" else as_float(part, self.dtype)
-
-
-def _score_operand(view: TensorView | None, problem: AttentionProblem) -> _ScoreOperand | None:
+def _score_reader(view: TensorView | None, problem: AttentionProblem) -> Callable[..., Array] | None:
+    """A function that reads a tile ``(b, h, rows, keys)`` of a mask or bias; it broadcasts over the tile's scores."""
     if view is None:
         return None
-    array = _split_heads(view.storage, problem)
+    array, dtype = _split_heads(view.storage, problem), view.dtype
     # Axes of length 1, which NumPy broadcasts where needed, are converted once.
     array = array[tuple(slice(0, 1) if step == 0 else slice(None) for step in array.strides)]
-    return _ScoreOperand(array, view.dtype)
+
+    def read(b: slice, h: slice, rows: slice, keys: slice) -> Array:
+        wanted = (b, h, slice(None), rows, keys)
+        part = array[tuple(slice(None) if n == 1 else w for n, w in zip(array.shape, wanted, strict=True))]
+        return part if dtype == "bool" else as_float(part, dtype)
+
+    return read
 
 
 def _slices(start: int, stop: int, step: int) -> Iterator[slice]:

@@ -255,29 +255,30 @@ def compare(problem: AttentionProblem, got: Array, got_lse: Array | None, expect
         From `expect`.
     """
     values = to_f64(got, problem.dtype).reshape(expected.out.shape)
-    errors = errors_of(values, expected.out)
-    error = float(np.max(errors, initial=0.0))
     limit = tolerance(problem, expected.out, expected.twin)
-    ok = bool(error <= limit)
-    message = f"error {error:.3g} of {limit:.3g} allowed"
-    if not ok:
-        message += f", worst at {place_of(errors, values, expected.out)}"
-
+    error, ok, message = judge(errors_of(values, expected.out), limit, values, expected.out)
     lse_error, lse_limit = 0.0, lse_tolerance(problem)
     if got_lse is not None:
         lse_limit = lse_tolerance(problem, got_lse.dtype)
         lse_values = got_lse.astype(np.float64).reshape(expected.lse.shape)
         size = np.maximum(1.0, np.where(np.isfinite(expected.lse), np.abs(expected.lse), 1.0))
-        lse_errors = errors_of(lse_values, expected.lse) / size
         if expected.lse_twin is not None:
             lse_limit = max(lse_limit, 2.0 * largest_error(expected.lse_twin / size, expected.lse / size))
-        lse_error = float(np.max(lse_errors, initial=0.0))
-        lse_ok = bool(lse_error <= lse_limit)
-        message += f"; lse error {lse_error:.3g} of {lse_limit:.3g} allowed"
-        if not lse_ok:
-            message += f", worst at {place_of(lse_errors, lse_values, expected.lse)}"
-        ok = ok and lse_ok
+        lse_errors = errors_of(lse_values, expected.lse) / size
+        lse_error, lse_ok, lse_message = judge(lse_errors, lse_limit, lse_values, expected.lse)
+        ok, message = ok and lse_ok, f"{message}; lse {lse_message}"
     return Comparison(error, limit, lse_error, lse_limit, ok, message)
+
+
+def judge(errors: F64, limit: float, got: F64, reference: F64) -> tuple[float, bool, str]:
+    """The largest error, whether it is within a limit, and a message with its place if it is not."""
+    error = float(np.max(errors, initial=0.0))
+    message = f"error {error:.3g} of {limit:.3g} allowed"
+    if error <= limit:
+        return error, True, message
+    index = np.unravel_index(int(np.argmax(errors)), errors.shape)
+    place = f"{[int(i) for i in index]}: got {got[index]:.9g}, reference {reference[index]:.9g}"
+    return error, False, f"{message}, worst at {place}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,9 +407,3 @@ def largest_error(got: F64, reference: F64) -> float:
     """Largest error where both are finite, since a twin may overflow."""
     both = np.isfinite(got) & np.isfinite(reference)
     return float(np.max(np.abs(got[both] - reference[both]), initial=0.0))
-
-
-def place_of(errors: F64, got: F64, reference: F64) -> str:
-    """Describe the place of the largest error."""
-    index = np.unravel_index(int(np.argmax(errors)), errors.shape)
-    return f"{[int(i) for i in index]}: got {got[index]:.9g}, reference {reference[index]:.9g}"

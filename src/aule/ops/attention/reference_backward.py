@@ -15,8 +15,8 @@ from aule.ops.attention.reference import (
     Inputs,
     errors_of,
     head_rows,
+    judge,
     largest_error,
-    place_of,
     rounded_to,
     softmax,
     to_f64,
@@ -131,11 +131,8 @@ def compare_gradients(problem: AttentionProblem, got: dict[str, Array], expected
     for name in NAMES:
         reference = expected.reference[name]
         values = to_f64(got[name], problem.dtype).reshape(reference.shape)
-        errors = errors_of(values, reference)
         limit = gradient_tolerance(problem, name, expected)
-        error = float(np.max(errors, initial=0.0))
-        if not error <= limit:
-            wrong.append(
-                f"{name}: error {error:.3g} of {limit:.3g} allowed, worst at {place_of(errors, values, reference)}"
-            )
+        _, ok, message = judge(errors_of(values, reference), limit, values, reference)
+        if not ok:
+            wrong.append(f"{name}: {message}")
     return "; ".join(wrong)

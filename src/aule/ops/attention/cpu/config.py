@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aule.ir.types import SCALARS, Scalar, u32
-from aule.ops.rope.tables import Rope
 from aule.ops.scores.config import Columns, ScoreConfig
 from aule.tile.vector.engine import VectorUnit, work_type
 
@@ -113,9 +112,9 @@ class CpuConfig(CpuScoreConfig):
     values: Literal["direct", "workspace", "scratch"] = "direct"
 
 
-@dataclass(frozen=True)
-class PackConfig:
-    """The kernel that packs K into panels before the forward kernel runs.
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(CpuScoreConfig):
+    """The kernel that packs K into panels before the forward kernel runs, in pairs of columns if products use pairs.
 
     Attributes
     ----------
@@ -123,24 +122,9 @@ class PackConfig:
         Convert V into padded rows, too.
     unit : tuple of bool
         For k and v: the head dimension has stride 1.
-    packed : bool
-        Sequences are packed.
-    pairs : bool
-        Panels hold pairs of columns of K, and rows pairs of rows of V.
-    rope : Rope or None
-        Rotation of K.
     """
 
-    dtype: str
-    head_dim: int
-    value_dim: int
-    shape: CpuShape
     values: bool
-    unit: tuple[bool, ...]
-    packed: bool = False
-    pairs: bool = False
-    rope: Rope | None = None
-    rope_unit: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

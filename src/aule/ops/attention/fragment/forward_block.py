@@ -9,7 +9,6 @@ Two things differ from the simt kernel:
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from math import log2
 
@@ -92,8 +91,7 @@ class ForwardBlock(ABC):
         unit, aligned = config.unit[number], config.aligned[number]
         if config.paging != "none" and name != "q":
             pool = p.matrix(name, b.const(0, i32), head, rows, cols, unit, aligned=aligned)
-            fields = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
-            return PagedMatrix(**fields, pages=Pages(p, batch), page_stride=p.number(f"{name}_stride0", self.index))
+            return PagedMatrix(**vars(pool), pages=Pages(p, batch), page_stride=p.number(f"{name}_stride0", self.index))
         first = self.scores.extent.first(name)
         return p.matrix(name, batch, head, rows, cols, unit, aligned=aligned, first=first)
 
