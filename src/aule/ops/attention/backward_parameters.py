@@ -10,6 +10,7 @@ from aule.ops.attention.config import BackwardConfig, FragmentBackwardConfig
 from aule.ops.scores.band import Scores, block_of
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotating
+from aule.ops.shared.parameters import workgroup_number
 from aule.tile.common.math import NEG_INF
 from aule.tile.common.matrix import Matrix
 
@@ -35,8 +36,7 @@ class BackwardBlock:
         number = self.p.number
         self.heads, self.heads_kv, self.group = number("heads_q"), number("heads_kv"), number("group")
         self.scale = number("scale", f32)
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.task = workgroup_number(b)
         self.exists = self.task < number("blocks")
 
     def own_rows(self) -> None:

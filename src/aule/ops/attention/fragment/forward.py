@@ -26,7 +26,7 @@ from aule.tile.fragment.nonfinite import added, sorted_out
 from aule.tile.fragment.rope import transfer_of
 from aule.tile.fragment.shape import row_stride
 
-Columns = Callable[[int], list[Value]]
+LeftFactors = Callable[[int], list[Value]]
 """Gives the left factors of the k-th 16 columns, one for each 16 rows."""
 
 _CHECKED_TOGETHER = 4
@@ -118,7 +118,7 @@ class FragmentForward(TileMemory):
             self._pass(at, q, O, rows, full=False)
         self._finish(O, rows)
 
-    def _begin(self) -> tuple[FragmentTile, list[SoftmaxState], Columns]:
+    def _begin(self) -> tuple[FragmentTile, list[SoftmaxState], LeftFactors]:
         """O, the states of its rows and Q before the first tile, whose K is prefetched."""
         b = self.b
         O, rows = self._start_output()
@@ -139,21 +139,21 @@ class FragmentForward(TileMemory):
                 self._check(run, found)
         return b.workgroup_any(b.ne(found.value, 0))
 
-    def _pass(self, at: TilePlace, q: Columns, O: FragmentTile, rows: list[SoftmaxState], full: bool) -> None:
+    def _pass(self, at: TilePlace, q: LeftFactors, O: FragmentTile, rows: list[SoftmaxState], full: bool) -> None:
         nonfinite = self._await_keys(at, full)
         S = self._scores_of(q, self._memory_of(at.stage)[0])
         if self.shape.stages == 1:
             nonfinite = self._await_values(at, full)
         self._add_values(at, S, O, rows, nonfinite, full)
 
-    def _prefetch_scores(self, S: FragmentTile, tile: Value, q: Columns, full: bool) -> None:
+    def _prefetch_scores(self, S: FragmentTile, tile: Value, q: LeftFactors, full: bool) -> None:
         """Compute the scores of a tile whose K is prefetched, and prefetch its V."""
         self._await_only_keys(tile, full)
         for variables, new in zip(S.vars, self._scores_of(q, self.k_start).vars, strict=True):
             for variable, made in zip(variables, new, strict=True):
                 variable.value = made.value
 
-    def _scores_of(self, q: Columns, k_at: Value) -> FragmentTile:
+    def _scores_of(self, q: LeftFactors, k_at: Value) -> FragmentTile:
         b, engine, width = self.b, self.engine, self.engine.arrangement.width
         b.comment("S = Q K^T")
         S = engine.tile(self.shape.rows, self.shape.block_kv)
@@ -204,7 +204,7 @@ class FragmentForward(TileMemory):
 
     # -- products with V -------------------------------------------------------------------------------------------
 
-    def _multiply_values(self, O: FragmentTile, factors: Columns, v_at: Value) -> None:
+    def _multiply_values(self, O: FragmentTile, factors: LeftFactors, v_at: Value) -> None:
         engine, width = self.engine, self.engine.arrangement.width
         engine.multiply(
             O,
@@ -230,7 +230,7 @@ class FragmentForward(TileMemory):
 
     # -- rows of Q and O -------------------------------------------------------------------------------------------
 
-    def _load_q(self) -> Columns:
+    def _load_q(self) -> LeftFactors:
         """Bring in the block's rows of Q, some to stay in shared memory, the others in registers."""
         b, engine, shape = self.b, self.engine, self.shape
         if shape.prefetch_scores and self.q.rotary is None:
@@ -254,7 +254,7 @@ class FragmentForward(TileMemory):
         self._clear_padding()  # the first barrier of the loop shows the rest of Q, too
         return lambda k: load(k) if load is not None and k * SIZE < stays else fragments[k - stays // SIZE]
 
-    def _bring_columns(self, first: int, end: int, start: Value) -> Columns:
+    def _bring_columns(self, first: int, end: int, start: Value) -> LeftFactors:
         """Bring some columns of the block's rows of Q into shared memory from ``start`` on."""
         b, engine, shape = self.b, self.engine, self.shape
         transfer = transfer_of(engine, self.q.columns(b, first, end), shape.block_q, self.memory)

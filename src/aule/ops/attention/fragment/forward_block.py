@@ -23,6 +23,7 @@ from aule.ops.scores.pages import PagedMatrix, Pages
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotating
 from aule.ops.scores.tile_dropout import Draw, TileDropout
+from aule.ops.shared.parameters import workgroup_number
 from aule.ops.shared.tickets import when_last
 from aule.ops.softmax.online_softmax import NegatedMaximum, SoftmaxState, finish, from_sink
 from aule.target import Target
@@ -44,8 +45,7 @@ class ForwardBlock(ABC):
         self.index: Scalar = i64 if config.index64 else i32
         p = self.p = Parameters(b, config, self.index)
         self.heads, self.blocks = p.number("heads_q"), p.number("blocks_q")
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        number = b.group_id(0) + b.group_id(1) * b.group_count(0) if piece is None else piece.number
+        number = workgroup_number(b) if piece is None else piece.number
         self.exists = number < p.number("blocks")
         self.head_number, self.block = self._find_block(number)
         self.row0 = self.block * shape.block_q

@@ -16,7 +16,7 @@ from aule.tile.fragment.engine import Fragments
 from aule.tile.fragment.shape import RUN, row_stride
 from aule.tile.fragment.transfer import Transfer
 
-Columns = tuple[int, int, Value]
+ColumnRange = tuple[int, int, Value]
 """The first column, the end, and where in shared memory they begin."""
 
 
@@ -43,7 +43,7 @@ class QueryRows:
         b, shape = self.b, self.engine.shape
         cols = self.transfer.source.cols
         stays = shape.q_columns(cols)
-        waiting: list[Columns] = [(0, stays, b.const(0, i32))] if stays else []
+        waiting: list[ColumnRange] = [(0, stays, b.const(0, i32))] if stays else []
         resident = self._load(waiting[0]) if stays else None
         fragments: list[list[Value]] = []
         for first in range(stays, cols, width):
@@ -57,13 +57,13 @@ class QueryRows:
             self._put(waiting)
         return lambda k: resident(k) if resident is not None and k * SIZE < stays else fragments[k - stays // SIZE]
 
-    def _load(self, columns: Columns) -> Callable[[int], list[Value]]:
+    def _load(self, columns: ColumnRange) -> Callable[[int], list[Value]]:
         engine, (first, end, start) = self.engine, columns
         stride, rows = row_stride(end - first), range(0, engine.shape.rows, engine.arrangement.height)
         own = start + self.subgroup_row * stride
         return lambda k: [engine.load_left(self.transfer.memory, own, stride, row, k * SIZE - first) for row in rows]
 
-    def _put(self, places: list[Columns]) -> None:
+    def _put(self, places: list[ColumnRange]) -> None:
         """Store this thread's runs, which lie in one column, if the column is among consecutive ``places``."""
         b, transfer = self.b, self.transfer
         at, step = b.const(0, i32), b.const(0, i32)

@@ -16,6 +16,7 @@ from aule.ops.attention.prepass.tile_list import HEADER, LANES, WORD, bit_number
 from aule.ops.scores.band import Scores
 from aule.ops.scores.config import ScoreConfig
 from aule.ops.scores.parameters import Parameters
+from aule.ops.shared.parameters import workgroup_number
 from aule.target import Target
 from aule.tile.common.math import NEG_INF
 from aule.tile.common.matrix import divmod_const
@@ -76,7 +77,7 @@ def build_tiles(config: MaskTilesConfig, target: Target) -> KernelIR:
     """Trace the kernel that classifies tiles, one workgroup to a tile."""
     b = Builder("attention_mask_tiles", THREADS, LANES)
     p = _parameters(b, config.index64)
-    number = b.group_id(0) + b.group_id(1) * b.group_count(0)
+    number = workgroup_number(b)
     with b.if_(number < p.number("looked_at")):
         _classify(b, p, config, target, number)
     return b.finish()
@@ -196,7 +197,7 @@ def build_order(config: TileOrderConfig, target: Target) -> KernelIR:
     """Trace the kernel that lists tiles, one subgroup to a block of rows."""
     b = Builder("attention_mask_order", LANES, LANES)
     p = _parameters(b, config.index64, config.left, config.right)
-    number = b.group_id(0) + b.group_id(1) * b.group_count(0)
+    number = workgroup_number(b)
     with b.if_(number < p.number("listed")):
         _list(b, p, config, number)
     return b.finish()

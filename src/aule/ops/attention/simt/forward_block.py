@@ -12,6 +12,7 @@ from aule.ops.scores import modifiers as mod
 from aule.ops.scores.band import Extent, Scores, block_of
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import declare_tables, rotating
+from aule.ops.shared.parameters import workgroup_number
 from aule.ops.softmax.online_softmax import Maximum, from_sink
 from aule.tile.common.math import LOWEST, fold
 from aule.tile.common.matrix import Matrix
@@ -39,8 +40,7 @@ class Block:
         p = self.p = Parameters(b, config, self.index)
         self._declare()
 
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        number = b.group_id(0) + b.group_id(1) * b.group_count(0) if piece is None else piece.number
+        number = workgroup_number(b) if piece is None else piece.number
         blocks, total = p.number("blocks_q"), p.number("blocks")
         self.exists = number < total
         self.head_number, block = block_of(b, config, number, blocks, total, total // blocks)
