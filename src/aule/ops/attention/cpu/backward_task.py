@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, i32, i64
 from aule.ops.attention.cpu.config import CpuBackwardConfig
-from aule.ops.attention.cpu.dropout import DropoutFactors
+from aule.ops.attention.cpu.scores import DropoutFactors
 from aule.ops.scores.band import Scores
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotary_of, rotating

@@ -15,9 +15,8 @@ from dataclasses import replace
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32, i64, u32
 from aule.ops.attention.cpu.config import CpuConfig
-from aule.ops.attention.cpu.dropout import DropoutFactors
 from aule.ops.attention.cpu.pack import pack_rotated, packed_keys
-from aule.ops.attention.cpu.scores import modify
+from aule.ops.attention.cpu.scores import DropoutFactors, modify
 from aule.ops.attention.cpu.task import AttentionTask, Task
 from aule.ops.combine.cpu import Columns, PartialLayout, store_row
 from aule.ops.scores.band import Reach

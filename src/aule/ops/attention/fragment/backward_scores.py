@@ -12,7 +12,7 @@ from typing import Literal
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import bf16, f32, i32, u16, u32
-from aule.ops.attention.backward_parameters import BackwardBlock
+from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.combine.pieces import Piece, piece_of
 from aule.ops.scores.band import Place

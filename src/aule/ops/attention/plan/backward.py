@@ -163,7 +163,7 @@ def _fits_sums(problem: AttentionProblem, target: Target, shape: Shape) -> bool:
     return shape.backward_bytes(max(problem.head_dim, problem.value_dim), sums=True) <= target.max_shared_bytes
 
 
-# -- configure ---------------------------------------------------------------------------------------------------------
+# -- configure, with scalars and grids ---------------------------------------------------------------------------------
 
 
 @dataclass

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, f32, i32
-from aule.ops.attention.backward_parameters import BackwardBlock
+from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import BackwardConfig
 from aule.ops.scores.band import Place
 from aule.ops.scores.rotated_operands import quad_angles
