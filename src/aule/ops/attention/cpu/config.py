@@ -97,8 +97,7 @@ class CpuConfig(CpuScoreConfig):
     split : bool
         Several tasks share the keys of a head and leave partial results for `build_combine`.
     panels : {"workspace", "scratch", "none"}
-        Who packs K: `build_pack`, once for all tasks; each task for itself; or nobody, and rows are multiplied with K
-        in place.
+        K is packed by `build_pack`, once for all tasks; by each task for itself; or not at all, and is read in place.
     values : {"direct", "workspace", "scratch"}
         V is read in place; or converted and padded by `build_pack`; or by each task for itself.
     key_pairs : bool

@@ -60,7 +60,7 @@ def plan_forward(
     tiles = shape or _choose_shape(problem, draft.layout, target)
     if problem.precision is not None and not rotates_runs(problem):
         raise InvalidArgumentError(
-            f"[flash_attention] expected rope of whole runs of {RUN} columns on matrix units, got "
+            f"[flash_attention] expected rope of full runs of {RUN} columns on matrix units, got "
             f"{problem.rope and problem.rope.dim} rotated columns; precision=None computes in fp32"
         )
     if problem.batch * problem.heads_q * problem.seq_q == 0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, Vector, f16, f32, i32, i64, u8, u32
-from aule.ops.attention.prepass.tile_list import HEADER, LANES, WORD, bit_number, words
+from aule.ops.attention.prepass.tile_list import HEADER, LANES, WORD, bit_number, first_classified, words
 from aule.ops.scores.band import Scores
 from aule.ops.scores.config import ScoreConfig
 from aule.ops.scores.parameters import Parameters
@@ -209,12 +209,11 @@ def _list(b: Builder, p: Parameters, config: TileOrderConfig, number: Value) -> 
     scores, lane = Scores(p, b.const(0, i32)), b.lane_id()
     order = p.buffer("mask_order", i32, "write")
     start = b.cast(number, p.index) * b.cast(tiles + HEADER, p.index)
-    looked = b.cast(which * p.number("map_blocks") + block * p.number("block_step"), p.index)
-    looked = looked * b.cast(p.number("map_tiles"), p.index)
+    classified = first_classified(p, which, block)
     count = b.var(b.const(0, i32), "count")
 
     def kind(tile: Value) -> Value:
-        at = looked + b.cast(tile * p.number("tile_step"), p.index)
+        at = classified + b.cast(tile * p.number("tile_step"), p.index)
         query0, key0, queries, keys = _rectangle(config, block, tile)
         reach = scores.reach_of_rows(query0, queries)
         within = (key0 + keys > reach.first) & (key0 < reach.end)

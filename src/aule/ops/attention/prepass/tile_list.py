@@ -31,6 +31,12 @@ def bit_number(parts: Components, fragment: int, r: int, c: int) -> int:
     return fragment * size + r * len(parts.part_cols) + c
 
 
+def first_classified(p: Parameters, which: Value, block: Value) -> Value:
+    """Index of a block's first tile among the classified tiles; ``which`` is the number of its head's map."""
+    row = p.b.cast(which * p.number("map_blocks") + block * p.number("block_step"), p.index)
+    return row * p.b.cast(p.number("map_tiles"), p.index)
+
+
 class TileList:
     """The list of tiles of one block of one head."""
 
@@ -44,8 +50,7 @@ class TileList:
         self.partial, self.count = (b.load(order, self.start + i) for i in range(HEADER))
         """The number of partly dropped tiles, which come first, and of all tiles."""
         self.last = b.max(self.count, 1) - 1
-        looked = self._index(which * p.number("map_blocks") + block * p.number("block_step"))
-        self.looked = looked * self._index(p.number("map_tiles"))
+        self.classified = first_classified(p, which, block)
 
     def tile(self, i: Value) -> Value:
         """The ``i``-th tile of the list; past its end the last one."""
@@ -55,7 +60,7 @@ class TileList:
     def bits(self, tile: Value, row: Value) -> list[Value]:
         """Words of this lane's bits of 16 rows of a partly dropped tile, from ``16 row`` on."""
         b, each = self.b, words(self.shape.block_kv)
-        place = (self.looked + self._index(tile * self.p.number("tile_step"))) * (self.shape.block_q // SIZE)
+        place = (self.classified + self._index(tile * self.p.number("tile_step"))) * (self.shape.block_q // SIZE)
         start = (place + self._index(row)) * each * LANES + self._index(b.lane_id())
         buffer = self.p.buffer("mask_bits", u32)
         return [b.load(buffer, start + i * LANES) for i in range(each)]
