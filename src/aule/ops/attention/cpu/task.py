@@ -12,35 +12,23 @@ from aule.ops.scores.parameters import Parameters
 
 
 class Task(Protocol):
-    """The query rows and the keys of one task.
-
-    Attributes
-    ----------
-    number : Value
-        The task's number in the launch.
-    scores : Scores
-        Modifiers of the scores, and the lengths of the task's sequence.
-    kv_head : Value
-        Key head; the first, if a task has several.
-    split : Value
-        The task's number among those that share the keys of its rows.
-    first_key, end_key : Value
-        Keys of the split.
-    count : Value
-        Query rows.
-    partial_rows : Value
-        Rows for which a task leaves partial results if keys are split.
-    """
+    """The query rows and the keys of one task."""
 
     number: Value
+    """The task's number in the launch."""
     batch: Value
     scores: Scores
+    """Modifiers of the scores, and the lengths of the task's sequence."""
     kv_head: Value
+    """Key head; the first, if a task has several."""
     split: Value
+    """The task's number among those that share the keys of its rows."""
     first_key: Value
     end_key: Value
     count: Value
+    """Number of query rows."""
     partial_rows: Value
+    """Rows for which a task leaves partial results if keys are split."""
 
     def query(self, row: Value) -> tuple[Value, Value]:
         """Query head of a row of this task, and its query row in the sequence."""

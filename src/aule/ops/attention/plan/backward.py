@@ -84,24 +84,16 @@ def plan_backward(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles of the kernels.
-
-    Attributes
-    ----------
-    keys : SimtShape or FragmentShape
-        Tiles of the kernel of dK and dV.
-    queries : SimtShape or FragmentShape or None
-        Tiles of the kernel of dQ; None if the kernel of dK and dV sums dQ.
-    row_tiles : int
-        Tiles of the sums of one head's dQ.
-    clear : int
-        Elements of all sums of dQ, which are cleared first.
-    """
+    """Tiles of the kernels."""
 
     keys: Shape
+    """Tiles of the kernel of dK and dV."""
     queries: Shape | None
+    """Tiles of the kernel of dQ; None if the kernel of dK and dV sums dQ."""
     row_tiles: int
+    """Tiles of the sums of one head's dQ."""
     clear: int
+    """Elements of all sums of dQ, which are cleared first."""
 
     @property
     def sums(self) -> bool:

@@ -46,28 +46,19 @@ def build_backward_warpgroup(config: FragmentBackwardConfig, target: Target) -> 
 
 @dataclass(frozen=True)
 class _Pass:
-    """The pass over the rows of one query head. Tiles are counted in the order in which they are taken.
-
-    Attributes
-    ----------
-    last : Value
-        The number of the tile after the last.
-    tile_list : TileList or None
-        With a mask, the list of tiles.
-    end : Value
-        The key after the block's last.
-    transfers : tuple of PanelTransfer
-        Fetch Q and dO.
-    fetched : list of Var
-        `row_numbers` of a tile that are prefetched.
-    """
+    """The pass over the rows of one query head. Tiles are counted in the order in which they are taken."""
 
     head: Value
     last: Value
+    """The number of the tile after the last."""
     tile_list: TileList | None
+    """The list of tiles, with a mask."""
     end: Value
+    """The key after the block's last."""
     transfers: tuple[PanelTransfer, PanelTransfer]
+    """Fetch Q and dO."""
     fetched: list[Var]
+    """Prefetched `row_numbers` of a tile."""
 
     def number(self, tile: Value) -> Value:
         """The number of a tile's rows; past the last tile, any."""
