@@ -24,13 +24,15 @@ from aule.view import ITEMSIZE, TensorView
 
 @dataclass(frozen=True)
 class MaskPrepass:
-    """The steps, 32-bit words of memory for their results by name, and the main kernel's scalars and fields of its
-    configuration that follow."""
+    """Steps before a kernel, and what they change about it."""
 
     steps: tuple[Step, ...]
     workspace: dict[str, int]
+    """32-bit words of memory for the results of the steps, by name."""
     scalars: dict[str, int]
+    """Scalars by which the kernel finds the results."""
     options: dict[str, Any]
+    """Fields of the kernel's configuration."""
 
 
 def mask_prepass(
@@ -54,19 +56,20 @@ def mask_prepass(
     """
     lengths = (problem.seq_kv, problem.seq_q) if transposed else (problem.seq_q, problem.seq_kv)
     blocks, tiles = (-(-n // size) for n, size in zip(lengths, (shape.block_q, shape.block_kv), strict=True))
-    differs = [n > 1 and stride != 0 for n, stride in zip(view.shape, view.strides, strict=True)]
-    along = (differs[3], differs[2]) if transposed else (differs[2], differs[3])
-    heads = problem.heads_q if differs[1] else 1
-    maps = heads * (problem.batch if differs[0] else 1)
-    map_blocks, map_tiles = (n if d else 1 for n, d in zip((blocks, tiles), along, strict=True))
-    looked_at = maps * map_blocks * map_tiles
-    workspace = {"mask_tiles": looked_at, "mask_order": maps * blocks * (tiles + HEADER)}
+    # Where the mask is broadcast, one map of classified tiles serves several batches, heads, blocks or tiles.
+    varies = [n > 1 and stride != 0 for n, stride in zip(view.shape, view.strides, strict=True)]
+    along = (varies[3], varies[2]) if transposed else (varies[2], varies[3])
+    heads = problem.heads_q if varies[1] else 1
+    maps = heads * (problem.batch if varies[0] else 1)
+    map_blocks, map_tiles = (n if each else 1 for n, each in zip((blocks, tiles), along, strict=True))
+    classified = maps * map_blocks * map_tiles
+    workspace = {"mask_tiles": classified, "mask_order": maps * blocks * (tiles + HEADER)}
     if view.dtype == "bool":
-        workspace["mask_bits"] = looked_at * (shape.block_q // SIZE) * words(shape.block_kv) * LANES
+        workspace["mask_bits"] = classified * (shape.block_q // SIZE) * words(shape.block_kv) * LANES
     found: dict[str, int] = {
-        "map_batch": heads * differs[0], "map_head": int(differs[1]), "map_heads": heads,
+        "map_batch": heads * varies[0], "map_head": int(varies[1]), "map_heads": heads,
         "map_blocks": map_blocks, "map_tiles": map_tiles, "block_step": int(along[0]), "tile_step": int(along[1]),
-        "own_blocks": blocks, "other_tiles": tiles, "looked_at": looked_at, "listed": maps * blocks,
+        "own_blocks": blocks, "other_tiles": tiles, "looked_at": classified, "listed": maps * blocks,
     }  # fmt: skip
     index64 = max(workspace.values()) > 2**31 - 1 or view.last_index > 2**31 - 1
     run = 16 // ITEMSIZE[view.dtype]
@@ -74,11 +77,11 @@ def mask_prepass(
     full_runs = problem.seq_kv >= SIZE and problem.seq_kv % SIZE == 0
     vectors = base_aligned and full_runs and view.strides[3] == 1 and all(s % run == 0 for s in [*steps, view.offset])
     sizes = shape.block_q, shape.block_kv, transposed
-    look = MaskTilesConfig(view.dtype, *sizes, vectors, index64)
+    classify = MaskTilesConfig(view.dtype, *sizes, vectors, index64)
     order = TileOrderConfig(*sizes, options["left"], options["right"], problem.bias is not None, index64)
     numbers = {**scalars, **found}
     launches = [
-        Step(look, build_tiles, grid_of("flash_attention", looked_at, target), numbers),
+        Step(classify, build_tiles, grid_of("flash_attention", classified, target), numbers),
         Step(order, build_order, grid_of("flash_attention", maps * blocks, target), numbers),
     ]
     fields = {
