@@ -72,7 +72,7 @@ def varlen_problem(
     slopes: TensorView | None = options.pop("alibi_slopes", None)
     tables = options.pop("rope_cos", None), options.pop("rope_sin", None), options.pop("rope_interleaved", False)
     problem, operands = attention_problem(heads_first(q), heads_first(k), heads_first(v), op=op, **options)
-    alibi = None if slopes is None else alibi_operand(op, slopes, batch, problem.heads_q)
+    alibi = None if slopes is None else _slopes(op, slopes, batch, problem.heads_q)
     longest_q = longest_sequence(op, "q", cu_q, q.shape[0], max_q)
     longest_k = longest_sequence(op, "k", cu_k, k.shape[0], max_k)
     rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch), (longest_q, longest_k))
@@ -131,6 +131,15 @@ def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given:
             f"[{op}] expected max_seqlen_{name} of at least {longest}, the longest sequence, got {given}; pass None"
         )
     return longest
+
+
+def _slopes(op: str, view: TensorView, batch: int, heads: int) -> TensorView:
+    if view.dtype != "f32" or view.shape not in ((heads,), (batch, heads)):
+        raise InvalidShapeError(
+            f"[{op}] expected alibi_slopes as float32 [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], "
+            f"got {view.dtype} {list(view.shape)}; give one slope per query head"
+        )
+    return alibi_operand(op, view, batch, heads)
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
