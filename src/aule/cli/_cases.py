@@ -95,7 +95,9 @@ class Case:
     @cached_property
     def expected(self) -> Expected:
         """The reference result and its tolerance."""
-        arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in self.inputs.items()}
+        arrays: dict[str, Any] = dict(self.inputs)
+        if "alibi_slopes" in arrays:
+            arrays["alibi"] = arrays.pop("alibi_slopes")
         return expect(self.problem, **arrays)
 
 

@@ -20,7 +20,7 @@ from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
-from aule.ops.attention.varlen import pieces
+from aule.ops.attention.varlen import sequences
 from aule.runtime.base import Device
 from aule.target import Target
 from aule.view import TensorView
@@ -147,9 +147,9 @@ def _forward_on_numpy(problem: AttentionProblem, operands: Operands, out: Array,
     if problem.packed is None:
         numpy_forward.forward(problem, operands, out, lse)
         return
-    for piece in pieces(problem, operands):
-        own = None if lse is None else lse[:, :, piece.rows]
-        numpy_forward.forward(piece.problem, piece.operands, out[:, :, piece.rows], own, piece.number)
+    for one in sequences(problem, operands):
+        own = None if lse is None else lse[:, :, one.rows]
+        numpy_forward.forward(one.problem, one.operands, out[:, :, one.rows], own, one.number)
 
 
 def backward_on_host(

@@ -15,15 +15,28 @@ from aule.tile.simt.shape import SimtShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardConfig(ScoreConfig):
-    """A simt forward kernel.
+class GpuConfig(ScoreConfig):
+    """What the configurations of GPU kernels share.
 
     Attributes
     ----------
     aligned : tuple of bool
-        For q, k, v, o: rows can be read or written as vectors of four.
+        For q, k, v and o: rows can be read or written as vectors, of four elements in simt kernels, of eight on matrix
+        units. Backward kernels, whose gradients are contiguous, have the gradient of o in place of o, in ``unit``, too.
     index64 : bool
         Element indices need 64 bits.
+    """
+
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig(GpuConfig):
+    """A simt forward kernel.
+
+    Attributes
+    ----------
     pieces : bool
         Workgroups take pieces of blocks (`SplitBlocks` of `plan/split.py`).
     full_tiles : bool
@@ -31,22 +44,16 @@ class ForwardConfig(ScoreConfig):
     """
 
     shape: SimtShape
-    aligned: tuple[bool, ...] = (True, True, True, True)
-    index64: bool = False
     pieces: bool = False
     full_tiles: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class FragmentConfig(ScoreConfig):
+class FragmentConfig(GpuConfig):
     """A forward kernel on matrix units.
 
     Attributes
     ----------
-    aligned : tuple of bool
-        For q, k, v, o: rows can be read or written as vectors of eight.
-    index64 : bool
-        Element indices need 64 bits.
     folded : bool
         The scale is part of the exponent. It must be positive, and nothing may be added to scores.
     factor : str or None
@@ -65,8 +72,6 @@ class FragmentConfig(ScoreConfig):
     """
 
     shape: FragmentShape
-    aligned: tuple[bool, ...] = (True, True, True, True)
-    index64: bool = False
     folded: bool = False
     factor: str | None = None
     pairs: tuple[str, ...] = ()
@@ -77,7 +82,7 @@ class FragmentConfig(ScoreConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardConfig(ScoreConfig):
+class BackwardConfig(GpuConfig):
     """A simt backward kernel.
 
     Attributes
@@ -89,20 +94,16 @@ class BackwardConfig(ScoreConfig):
         last bits of dQ may differ from run to run.
     scores : bool
         The kernel of dQ also stores dS, the gradient of what is added to the scores.
-    unit, aligned : tuple of bool
-        For q, k, v and the gradient of o, as in `ForwardConfig`. The computed gradients are contiguous.
     """
 
     of: Literal["queries", "keys"]
     shape: SimtShape
     sums: bool = False
     scores: bool = False
-    aligned: tuple[bool, ...] = (True, True, True, True)
-    index64: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class FragmentBackwardConfig(ScoreConfig):
+class FragmentBackwardConfig(GpuConfig):
     """A backward kernel on matrix units.
 
     Attributes
@@ -113,8 +114,8 @@ class FragmentBackwardConfig(ScoreConfig):
         A workgroup owns ``block_q`` rows and passes over tiles of ``block_kv`` rows.
     sums : bool
         As in `BackwardConfig`.
-    unit, aligned, folded
-        As in `FragmentConfig`, for q, k, v and the gradient of o.
+    folded : bool
+        As in `FragmentConfig`.
     last_wave : bool
         Several workgroups share each of the last blocks of keys (`SplitLastWave` of `plan/split.py`).
     """
@@ -122,8 +123,6 @@ class FragmentBackwardConfig(ScoreConfig):
     of: Literal["queries", "keys"]
     shape: FragmentShape
     sums: bool = False
-    aligned: tuple[bool, ...] = (True, True, True, True)
-    index64: bool = False
     folded: bool = False
     last_wave: bool = False
 

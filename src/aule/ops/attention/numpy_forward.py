@@ -1,4 +1,4 @@
-"""Attention on NumPy alone: the implementation that is always there.
+"""Attention on NumPy alone, available on every machine.
 
 Blocked online softmax: scores exist one tile at a time, sized so that a tile stays in a core's L2 cache while BLAS and
 NumPy's vector loops pass over it. Extra memory is linear in the sequence length.
@@ -6,14 +6,13 @@ NumPy's vector loops pass over it. Extra memory is linear in the sequence length
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.rope.tables import rotate
 from aule.ops.shared.elements import as_float, stored
@@ -26,7 +25,7 @@ _TILE_ROWS = 256
 _TILE_KEYS = 512
 _TILE_ELEMENTS = _TILE_ROWS * _TILE_KEYS
 _BANDS = 8
-"""Bands remembered: more than a diagonal meets, few enough to stay small."""
+"""Bands remembered: more than the tiles along a diagonal have."""
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None, first_batch: int = 0) -> None:
@@ -43,13 +42,13 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     lse : ndarray or None
         ``[batch, heads_q, seq_q]`` for the log-sum-exp, float32 or float64, likewise.
     first_batch : int
-        What dropout takes the first batch to be the number of.
+        The number that dropout gives to the first batch.
     """
     out = _lift(out.view(np.uint16) if problem.dtype == "bf16" else out, 4)
     lse = None if lse is None else _lift(lse, 3)
     if out.size == 0:
         return
-    # Non-finite inputs and fully masked rows take part in the arithmetic on purpose; nothing of it is a mistake.
+    # Nonfinite inputs and fully masked rows take part in the arithmetic on purpose.
     with np.errstate(all="ignore"):
         _Forward(problem, operands, out, lse, first_batch).run()
 
@@ -61,6 +60,7 @@ class _Forward:
         self, problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None, first_batch: int
     ) -> None:
         self.problem = problem
+        self.left, self.right = problem.band
         self.first_batch = first_batch
         self.work: type[np.floating[Any]] = np.float64 if problem.dtype == "f64" else np.float32
         self.q = _split_heads(operands.q.storage, problem)
@@ -68,8 +68,7 @@ class _Forward:
         self.v: Array = operands.v.storage
         self.out = _split_heads(out, problem)
         self.lse = None if lse is None else _split_heads(lse, problem)
-        self.mask = _score_operand(operands.mask, problem)
-        self.bias = _score_operand(operands.bias, problem)
+        self.mask, self.bias = (_score_reader(view, problem) for view in (operands.mask, operands.bias))
         self.slopes = None if operands.alibi is None else _split_heads(operands.alibi.storage, problem)
         self.sinks = None if operands.sinks is None else operands.sinks.storage.reshape(-1, problem.group)
 
@@ -98,7 +97,7 @@ class _Forward:
 
     def _heads(self, b: slice, h: slice) -> None:
         p = self.problem
-        # Once per head, not once per tile: conversion to fp32, and a copy where BLAS could not read the strides.
+        # Conversion to fp32, and a copy where BLAS could not read the strides, once per head.
         first, last = self._reach(slice(0, p.seq_q))
         k = self._rotated(_readable(self.k[b, h, first:last], p.dtype), b, first + p.rope_starts[1])
         v = _readable(self.v[b, h, first:last], p.dtype)
@@ -130,7 +129,7 @@ class _Forward:
         m = np.full((*head, 1), -np.inf, dtype=self.work)
         total = np.zeros((*head, 1), dtype=self.work)
         if self.sinks is not None:
-            # The sink is a key without a value that every row has already met; one of -inf fades with the first key.
+            # The sink is a key without a value that comes first; one of -inf has no weight beside other keys.
             m.reshape(*q.shape[:2], p.group, count)[:] = self.sinks[h, :, None]
             total[:] = 1
 
@@ -179,8 +178,8 @@ class _Forward:
         finite = None if keep is None else np.isfinite(v)
         if keep is None or finite is None or finite.all():
             return np.matmul(s, v, out=part)
-        # 0 * NaN is NaN. Values that are not finite go through a second product with what is kept as weights, where
-        # 0 * 1 stays 0 and a row receives a value's infinity or NaN only when it keeps that key.
+        # 0 * NaN is NaN. Nonfinite values go through a second product, with 1 for kept keys as weights, so that a row
+        # receives Inf or NaN only from keys that it keeps.
         p = self.problem
         np.matmul(s, np.where(finite, v, 0), out=part)
         kept = np.broadcast_to(keep, (*s.shape[:2], p.group, count, s.shape[-1])).reshape(s.shape).astype(self.work)
@@ -191,7 +190,7 @@ class _Forward:
         return part
 
     def _drop(self, weights: Array, b: slice, h: slice, rows: slice, keys: slice) -> None:
-        """Dropout, in place, of weights with a tile's heads apart."""
+        """Apply dropout to weights ``[batch, heads_kv, group, rows, keys]`` in place."""
         p = self.problem
         assert self.seed is not None
         batches, heads, members = np.ogrid[b, h, : p.group]
@@ -211,10 +210,10 @@ class _Forward:
         if self.slopes is not None:
             far = np.abs(_distance(ahead, count, length)).astype(self.work)
             terms.append(self.slopes[b, h, :, None, None] * -far)
-        for operand in (self.mask, self.bias):
-            if operand is None:
+        for read in (self.mask, self.bias):
+            if read is None:
                 continue
-            values = operand.tile(b, h, rows, keys)
+            values = read(b, h, rows, keys)
             if values.dtype != np.bool_:
                 terms.append(values)
                 values = values != -np.inf
@@ -228,13 +227,8 @@ class _Forward:
         place = (ahead, count, length)
         keep = self.bands.get(place)
         if keep is None:
-            left, right = self.problem.limits
             distance = _distance(*place)
-            keep = np.ones(distance.shape, dtype=np.bool_)
-            if right != UNBOUNDED:
-                keep &= distance <= right
-            if left != UNBOUNDED:
-                keep &= distance >= -left
+            keep = (distance <= self.right) & (distance >= -self.left)
             if len(self.bands) == _BANDS:
                 self.bands.clear()
             self.bands[place] = keep
@@ -242,42 +236,30 @@ class _Forward:
 
     def _reach(self, rows: slice) -> tuple[int, int]:
         """Keys that any of the rows may keep, as far as causality and window say."""
-        p = self.problem
-        left, right = p.limits
-        first = 0 if left == UNBOUNDED else max(0, rows.start + p.shift - left)
-        last = p.seq_kv if right == UNBOUNDED else min(p.seq_kv, rows.stop + p.shift + right)
-        return first, max(first, last)
+        shift = self.problem.shift
+        first = max(0, rows.start + shift - self.left)
+        return first, max(first, min(self.problem.seq_kv, rows.stop + shift + self.right))
 
     def _inside(self, rows: slice, keys: slice) -> bool:
         """Whether every row keeps every one of the keys, as far as causality and window say."""
-        p = self.problem
-        left, right = p.limits
-        return (right == UNBOUNDED or keys.stop <= rows.start + p.shift + right + 1) and (
-            left == UNBOUNDED or keys.start >= rows.stop - 1 + p.shift - left
-        )
+        first, last = rows.start + self.problem.shift, rows.stop - 1 + self.problem.shift
+        return bool(keys.start >= last - self.left and keys.stop <= first + self.right + 1)
 
 
-@dataclass(frozen=True, eq=False)
-class _ScoreOperand:
-    """A mask or bias ``[batch, heads_kv, group, seq_q, seq_kv]`` whose broadcast axes have length 1."""
-
-    array: Array
-    dtype: str
-
-    def tile(self, b: slice, h: slice, rows: slice, keys: slice) -> Array:
-        sizes = self.array.shape
-        wanted = (b, h, slice(None), rows, keys)
-        part = self.array[tuple(slice(None) if n == 1 else w for n, w in zip(sizes, wanted, strict=True))]
-        return part if self.dtype == "bool" else as_float(part, self.dtype)
-
-
-def _score_operand(view: TensorView | None, problem: AttentionProblem) -> _ScoreOperand | None:
+def _score_reader(view: TensorView | None, problem: AttentionProblem) -> Callable[..., Array] | None:
+    """A function that reads a tile ``(b, h, rows, keys)`` of a mask or bias; it broadcasts over the tile's scores."""
     if view is None:
         return None
-    array = _split_heads(view.storage, problem)
-    # NumPy broadcasts length 1 again where it is needed; until then no work is done twice.
+    array, dtype = _split_heads(view.storage, problem), view.dtype
+    # Axes of length 1, which NumPy broadcasts where needed, are converted once.
     array = array[tuple(slice(0, 1) if step == 0 else slice(None) for step in array.strides)]
-    return _ScoreOperand(array, view.dtype)
+
+    def read(b: slice, h: slice, rows: slice, keys: slice) -> Array:
+        wanted = (b, h, slice(None), rows, keys)
+        part = array[tuple(slice(None) if n == 1 else w for n, w in zip(array.shape, wanted, strict=True))]
+        return part if dtype == "bool" else as_float(part, dtype)
+
+    return read
 
 
 def _slices(start: int, stop: int, step: int) -> Iterator[slice]:

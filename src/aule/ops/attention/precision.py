@@ -1,4 +1,4 @@
-"""fp32 inputs on matrix units: never unless asked for, and then rounded on their way into shared memory."""
+"""fp32 inputs on matrix units: only on request, rounded on the way into shared memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from aule.target import Target
 from aule.tile.fragment.engine import multiplies
 
 PRECISIONS = {"fp16": "f16", "bf16": "bf16", "tf32": "tf32"}
-"""What ``precision`` may be, and the type that is multiplied then."""
+"""Values of ``precision``, and the type that each multiplies."""
 
 
 def checked_precision(op: str, precision: Any) -> str | None:
-    """The option as the user gave it, or a clear error."""
+    """The option, if it is valid."""
     if precision is None or (isinstance(precision, str) and precision in PRECISIONS):
         return precision
     names = ", ".join(map(repr, PRECISIONS))
@@ -35,7 +35,7 @@ def factor_type(op: str, precision: Any, dtype: str) -> str | None:
 
 
 def refused(problem: AttentionProblem, target: Target) -> InvalidArgumentError:
-    """The error for a device that cannot do what was asked for; nothing else is done in its place."""
+    """The error for a device that cannot compute in the requested precision; there is no fallback."""
     asked = next(name for name, type_ in PRECISIONS.items() if type_ == problem.precision)
     if multiplies(target, PRECISIONS[asked]):
         return InvalidArgumentError(

@@ -9,6 +9,8 @@ from aule.ops.rope.tables import Rope
 
 UNBOUNDED = -1
 """A window side without a limit."""
+FAR = 1 << 30
+"""Farther than any sequence is long; sums with positions fit 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,14 @@ class AttentionProblem:
     sinks: bool = False
     return_lse: bool = False
     deterministic: bool = False
-    """Gradients are the same bits every time. Without it dQ may be added up in any order where that is faster."""
+    """Gradients have the same bits in every run; otherwise dQ may be summed in any order."""
     dropout_p: float = 0.0
-    """Chance of a weight to be dropped after softmax (`dropout.py`); the seed is an operand."""
+    """Chance that a weight is dropped after softmax (`dropout.py`); the seed is an operand."""
     precision: str | None = None
-    """Type to which fp32 inputs are rounded for matrix units, on which the forward pass then is; None: they are not."""
+    """Type to which fp32 inputs are rounded for a forward pass on matrix units; None to compute in fp32."""
     packed: tuple[int, int] | None = None
-    """Sequences of different lengths one behind the other (`varlen.py`): how many query rows and keys there are in all.
-    ``batch`` then counts sequences, and ``seq_q`` and ``seq_kv`` are the longest; which is how long is an operand."""
+    """Query rows and keys of all sequences, if they are packed (`varlen.py`). ``batch`` then counts sequences, and
+    ``seq_q`` and ``seq_kv`` are the longest lengths; the offsets of all are operands."""
     rope: Rope | None = None
 
     @property
@@ -88,6 +90,12 @@ class AttentionProblem:
         left, right = self.window
         if self.causal:
             right = 0 if right == UNBOUNDED else min(right, 0)
+        return left, right
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """`limits` with `FAR` for an unbounded side."""
+        left, right = (FAR if side == UNBOUNDED else side for side in self.limits)
         return left, right
 
     @property

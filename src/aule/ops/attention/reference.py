@@ -1,8 +1,8 @@
 """The oracle: attention in fp64, its low-precision twin, and the tolerance that follows from the two.
 
-`attention_reference` says what is right. `attention_twin` says how far the same maths, written down naively in the
-problem's own precision, is from right. A backend may be twice as far off (fp16, bf16) or 1e-5 of the largest output
-(fp32): see `tolerance`. Tests, ``aule check`` and the benchmarks all judge through `compare`.
+`attention_reference` computes the right result, `attention_twin` the same maths written naively in the problem's own
+precision. A backend may err twice as much as the twin (fp16, bf16) or by 1e-5 of the largest output (fp32): see
+`tolerance`. Tests, ``aule check`` and the benchmarks all judge through `compare`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.problem import AttentionProblem
 from aule.ops.rope.tables import exactly, rotate
 from aule.ops.softmax.dropout import keep_scale, kept
 
@@ -44,25 +44,12 @@ def to_f64(array: Array, dtype: str) -> F64:
     return array.astype(np.float64)
 
 
-def attention_reference(
-    problem: AttentionProblem,
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    seed: Array | None = None,
-    cos: Array | None = None,
-    sin: Array | None = None,
-    first_batch: int = 0,
-) -> tuple[F64, F64]:
-    """Attention as `AttentionProblem` defines it, in fp64.
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The arrays of a problem.
 
-    Parameters
+    Attributes
     ----------
-    problem : AttentionProblem
     q, k, v : ndarray
         ``[batch, heads, seq, dim]``; leading axes of length 1 may be missing.
     mask, bias : ndarray, optional
@@ -72,11 +59,35 @@ def attention_reference(
     sinks : ndarray, optional
         ``[heads_q]``.
     seed : ndarray, optional
-        The words of the seed (`aule.ops.softmax.dropout.seed_words`), where the problem drops weights.
+        The words of the seed (`aule.ops.softmax.dropout.seed_words`), if the problem drops weights.
     cos, sin : ndarray, optional
         ``[positions, rope.half]``, with leading axes that broadcast to ``[batch, 1]``.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    mask: Array | None = None
+    bias: Array | None = None
+    alibi: Array | None = None
+    sinks: Array | None = None
+    seed: Array | None = None
+    cos: Array | None = None
+    sin: Array | None = None
+
+
+def attention_reference(
+    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Array | None
+) -> tuple[F64, F64]:
+    """Attention as `AttentionProblem` defines it, in fp64.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    q, k, v, **extra
+        The arrays of `Inputs`.
     first_batch : int
-        What dropout takes the first batch to be the number of.
+        The number that dropout gives to the first batch.
 
     Returns
     -------
@@ -86,97 +97,71 @@ def attention_reference(
         float64 ``[batch, heads_q, seq_q]``, the logarithm of the softmax's denominator, a sink included; -inf in a row
         that keeps no key and has no sink.
     """
-    out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
-    lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
+    out, lse = _empty_results(problem)
     with np.errstate(all="ignore"):
-        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch=first_batch):
-            s = (part.q @ part.k.T) * problem.scale
+        for rows in head_rows(problem, Inputs(q, k, v, **extra), first_batch):
+            s = (rows.q @ rows.k.T) * problem.scale
             if problem.softcap > 0:
                 s = problem.softcap * np.tanh(s / problem.softcap)
-            for term in part.terms:
+            for term in rows.terms:
                 s = s + term
-            # Selected, not multiplied: whatever a dropped key holds, NaN included, is gone from here on.
-            s = np.where(part.keep, s, -np.inf)
-            m = np.max(s, axis=1, initial=part.sink, keepdims=True)
-            m = np.where(m == -np.inf, 0.0, m)
-            p = np.exp(s - m)
-            total = p.sum(axis=1, keepdims=True) + np.exp(part.sink - m)
-            p = np.divide(p, total, out=np.zeros_like(p), where=total != 0)
-            out[part.where] = _product(p * part.factor, part.v, part.keep)
-            lse[part.where] = (m + np.log(total))[:, 0]
+            p, lse[rows.where] = softmax(s, rows.keep, rows.sink)
+            out[rows.where] = _product(p * rows.factor, rows.v, rows.keep)
     return out, lse
 
 
 def attention_twin(
-    problem: AttentionProblem,
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    seed: Array | None = None,
-    cos: Array | None = None,
-    sin: Array | None = None,
-    first_batch: int = 0,
-) -> F64:
-    """The same attention, naive and in the problem's own precision: the measuring rod for `tolerance`.
+    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Array | None
+) -> tuple[F64, F64]:
+    """Naive attention in the problem's own precision, whose error is the measure of `tolerance`.
 
     It follows PyTorch's math path where that may reduce in half precision: q and k each take the square root of the
     scale, every step (scores, each score modifier, softmax, product) is rounded to the problem's dtype, and products
-    accumulate in fp32.
-
-    Parameters
-    ----------
-    problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch
-        As in `attention_reference`.
-
-    Returns
-    -------
-    out : ndarray
-        float64 ``[batch, heads_q, seq_q, value_dim]`` holding values of the problem's dtype.
+    accumulate in fp32. Parameters and results as for `attention_reference`.
     """
-    return _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch=first_batch)[0]
-
-
-def _twin(problem: AttentionProblem, *arrays: Any, first_batch: int = 0) -> tuple[F64, F64]:
-    """The twin, and its log-sum-exp; ``arrays`` are all those of `attention_twin`."""
     work = np.float64 if problem.dtype == "f64" else np.float32
     root = np.sqrt(abs(problem.scale))
-    out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
-    lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
+    out, lse = _empty_results(problem)
 
     def rounded(values: Array) -> Array:
         return rounded_to(values.astype(work), problem.dtype)
 
     with np.errstate(all="ignore"):
-        for part in parts(problem, *arrays, rounded=rounded, first_batch=first_batch):
-            s = rounded(rounded(part.q * np.copysign(root, problem.scale)) @ rounded(part.k * root).T)
+        for rows in head_rows(problem, Inputs(q, k, v, **extra), first_batch, rounded):
+            s = rounded(rounded(rows.q * np.copysign(root, problem.scale)) @ rounded(rows.k * root).T)
             if problem.softcap > 0:
                 s = rounded(rounded(np.tanh(rounded(s / work(problem.softcap)))) * work(problem.softcap))
-            for term in part.terms:
+            for term in rows.terms:
                 s = rounded(s + rounded(term))
-            s = np.where(part.keep, s, work(-np.inf))
-            sink = rounded(np.asarray(part.sink))
-            m = np.maximum(np.max(s, axis=1, initial=-np.inf, keepdims=True), sink)
-            m = np.where(m == -np.inf, work(0), m)
-            p = np.exp(s - m)
-            total = p.sum(axis=1, keepdims=True) + np.exp(sink - m)
-            p = rounded(np.divide(p, total, out=np.zeros_like(p), where=total != 0))
-            p = rounded(p * part.factor)
-            out[part.where] = rounded(_product(p, part.v.astype(work), part.keep))
-            lse[part.where] = (m + np.log(total))[:, 0]
+            p, lse[rows.where] = softmax(s, rows.keep, float(rounded(np.asarray(rows.sink))))
+            p = rounded(rounded(p) * rows.factor)
+            out[rows.where] = rounded(_product(p, rows.v.astype(work), rows.keep))
     return out, lse
+
+
+def _empty_results(problem: AttentionProblem) -> tuple[F64, F64]:
+    """Output and log-sum-exp of rows that keep no key."""
+    shape = (problem.batch, problem.heads_q, problem.seq_q)
+    return np.zeros((*shape, problem.value_dim)), np.full(shape, -np.inf)
+
+
+def softmax(s: Array, keep: npt.NDArray[np.bool_], sink: float) -> tuple[Array, Array]:
+    """Weights of kept keys beside a sink, in the precision of the scores, and the log-sum-exp of each row."""
+    # Selected, not multiplied: whatever a dropped key holds, NaN included, is gone from here on.
+    s = np.where(keep, s, s.dtype.type(-np.inf))
+    m = np.max(s, axis=1, initial=sink, keepdims=True)
+    m = np.where(m == -np.inf, s.dtype.type(0), m)
+    p = np.exp(s - m)
+    total = p.sum(axis=1, keepdims=True) + np.exp(sink - m)
+    return np.divide(p, total, out=np.zeros_like(p), where=total != 0), (m + np.log(total))[:, 0]
 
 
 def tolerance(problem: AttentionProblem, reference: Array, twin: Array | None = None) -> float:
     """Largest error that is still right.
 
     fp32: 1e-5 of the largest reference value; fp64: 1e-12 of it. fp16 and bf16: twice the largest error of the twin,
-    but no less than one unit in the last place of the dtype at the largest reference value. That floor is there
-    because the twin may be exact by luck (a row that keeps one key copies its value) while any result, though computed
-    in fp32, is rounded to the dtype once: half a unit for that, and a full unit where fp32 noise tips a tie.
+    but no less than one unit in the last place of the dtype at the largest reference value, since the twin may be exact
+    by luck (a row that keeps one key copies its value) while any result is rounded to the dtype once.
 
     Parameters
     ----------
@@ -206,10 +191,9 @@ def unit_in_last_place(value: float, dtype: str) -> float:
 def lse_tolerance(problem: AttentionProblem, lse_dtype: npt.DTypeLike = np.float32) -> float:
     """Largest error of the log-sum-exp, relative to ``max(1, |lse|)``.
 
-    An error in lse is an error in the scores, which every backend accumulates in fp32 and which grows with their size:
-    1e-5. fp16 and bf16 inputs are exact in fp32, so nothing larger is due to them; matrix units may truncate where an
-    FMA rounds, hence the factor of two. fp64 problems are as good as the dtype the lse is stored in: 1e-12, or one
-    fp32 epsilon.
+    An error in lse is an error in the scores, which every backend accumulates in fp32: 1e-5. fp16 and bf16 inputs are
+    exact in fp32, but matrix units may truncate where an FMA rounds: twice that. fp64 problems are as good as the dtype
+    the lse is stored in: 1e-12, or one fp32 epsilon.
     """
     if problem.dtype == "f64":
         return 1e-12 if np.dtype(lse_dtype) == np.float64 else float(np.finfo(np.float32).eps)
@@ -225,34 +209,23 @@ class Expected:
     twin: F64 | None
     """None for fp32 and fp64, whose tolerance does not need it."""
     lse_twin: F64 | None = None
-    """Where q and k are rotated in half precision, whose products may take them rounded."""
+    """Only if q and k are rotated in half precision, whose products may take them rounded."""
 
 
 def expect(
-    problem: AttentionProblem,
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    seed: Array | None = None,
-    cos: Array | None = None,
-    sin: Array | None = None,
+    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Array | None
 ) -> Expected:
     """Reference, and twin where the tolerance needs one; arguments as in `attention_reference`."""
-    out, lse = attention_reference(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin)
-    half = problem.dtype in _MANTISSA_BITS
-    if not half:
+    out, lse = attention_reference(problem, q, k, v, first_batch=first_batch, **extra)
+    if problem.dtype not in _MANTISSA_BITS:
         return Expected(out, lse, None)
-    twin, lse_twin = _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin)
+    twin, lse_twin = attention_twin(problem, q, k, v, first_batch=first_batch, **extra)
     return Expected(out, lse, twin, None if problem.rope is None else lse_twin)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The verdict of `compare`; true when the result is right."""
+    """The verdict of `compare`; true if the result is right."""
 
     error: float
     """Largest absolute error of the output."""
@@ -262,7 +235,7 @@ class Comparison:
     lse_tolerance: float
     ok: bool
     message: str
-    """One line, with the place of the largest error when it is not ok."""
+    """One line, with the place of the largest error if it is not ok."""
 
     def __bool__(self) -> bool:
         return self.ok
@@ -282,33 +255,34 @@ def compare(problem: AttentionProblem, got: Array, got_lse: Array | None, expect
         From `expect`.
     """
     values = to_f64(got, problem.dtype).reshape(expected.out.shape)
-    errors = errors_of(values, expected.out)
-    error = float(np.max(errors, initial=0.0))
     limit = tolerance(problem, expected.out, expected.twin)
-    ok = bool(error <= limit)
-    message = f"error {error:.3g} of {limit:.3g} allowed"
-    if not ok:
-        message += f", worst at {place_of(errors, values, expected.out)}"
-
+    error, ok, message = judge(errors_of(values, expected.out), limit, values, expected.out)
     lse_error, lse_limit = 0.0, lse_tolerance(problem)
     if got_lse is not None:
         lse_limit = lse_tolerance(problem, got_lse.dtype)
         lse_values = got_lse.astype(np.float64).reshape(expected.lse.shape)
         size = np.maximum(1.0, np.where(np.isfinite(expected.lse), np.abs(expected.lse), 1.0))
-        lse_errors = errors_of(lse_values, expected.lse) / size
         if expected.lse_twin is not None:
             lse_limit = max(lse_limit, 2.0 * largest_error(expected.lse_twin / size, expected.lse / size))
-        lse_error = float(np.max(lse_errors, initial=0.0))
-        lse_ok = bool(lse_error <= lse_limit)
-        message += f"; lse error {lse_error:.3g} of {lse_limit:.3g} allowed"
-        if not lse_ok:
-            message += f", worst at {place_of(lse_errors, lse_values, expected.lse)}"
-        ok = ok and lse_ok
+        lse_errors = errors_of(lse_values, expected.lse) / size
+        lse_error, lse_ok, lse_message = judge(lse_errors, lse_limit, lse_values, expected.lse)
+        ok, message = ok and lse_ok, f"{message}; lse {lse_message}"
     return Comparison(error, limit, lse_error, lse_limit, ok, message)
 
 
+def judge(errors: F64, limit: float, got: F64, reference: F64) -> tuple[float, bool, str]:
+    """The largest error, whether it is within a limit, and a message with its place if it is not."""
+    error = float(np.max(errors, initial=0.0))
+    message = f"error {error:.3g} of {limit:.3g} allowed"
+    if error <= limit:
+        return error, True, message
+    index = np.unravel_index(int(np.argmax(errors)), errors.shape)
+    place = f"{[int(i) for i in index]}: got {got[index]:.9g}, reference {reference[index]:.9g}"
+    return error, False, f"{message}, worst at {place}"
+
+
 @dataclass(frozen=True, eq=False)
-class Part:
+class HeadRows:
     """Some query rows of one head, in fp64."""
 
     where: tuple[int, int, slice]
@@ -317,37 +291,28 @@ class Part:
     v: F64
     keep: npt.NDArray[np.bool_]
     terms: tuple[F64, ...]
+    """What is added to the scores."""
     sink: float
     factor: F64 | float
     """What dropout multiplies the weights by."""
 
 
-def parts(
+def head_rows(
     problem: AttentionProblem,
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array | None,
-    bias: Array | None,
-    alibi: Array | None,
-    sinks: Array | None,
-    seed: Array | None,
-    cos: Array | None = None,
-    sin: Array | None = None,
-    *,
-    rounded: Callable[[Array], Array] = exactly,
+    inputs: Inputs,
     first_batch: int = 0,
-) -> Iterator[Part]:
-    """The rows of a problem, head by head; where it rotates q and k they are rotated, with ``rounded`` steps."""
+    rounded: Callable[[Array], Array] = exactly,
+) -> Iterator[HeadRows]:
+    """The rows of a problem, head by head; q and k are rotated if the problem says so, with ``rounded`` steps."""
     p = problem
     scores = (p.batch, p.heads_q, p.seq_q, p.seq_kv)
-    q = np.reshape(q, (p.batch, p.heads_q, p.seq_q, p.head_dim))
-    k = np.reshape(k, (p.batch, p.heads_kv, p.seq_kv, p.head_dim))
-    v = np.reshape(v, (p.batch, p.heads_kv, p.seq_kv, p.value_dim))
-    full_mask = None if mask is None else np.broadcast_to(mask, scores)
-    full_bias = None if bias is None else np.broadcast_to(bias, scores)
-    slopes = None if alibi is None else np.broadcast_to(alibi, (p.batch, p.heads_q))
-    angles = Angles(p, cos, sin)
+    q = np.reshape(inputs.q, (p.batch, p.heads_q, p.seq_q, p.head_dim))
+    k = np.reshape(inputs.k, (p.batch, p.heads_kv, p.seq_kv, p.head_dim))
+    v = np.reshape(inputs.v, (p.batch, p.heads_kv, p.seq_kv, p.value_dim))
+    mask = None if inputs.mask is None else np.broadcast_to(inputs.mask, scores)
+    bias = None if inputs.bias is None else np.broadcast_to(inputs.bias, scores)
+    slopes = None if inputs.alibi is None else np.broadcast_to(inputs.alibi, (p.batch, p.heads_q))
+    angles = Angles(p, inputs.cos, inputs.sin)
 
     for b, h in np.ndindex(p.batch, p.heads_q):
         h_kv = h // p.group
@@ -358,31 +323,33 @@ def parts(
             where = (b, h, rows)
             # Distance of key j from t, the key that row i stands at.
             distance = np.arange(p.seq_kv) - (np.arange(rows.start, rows.stop)[:, None] + p.shift)
-            keep = _band(p, distance)
+            left, right = p.band
+            keep = (distance <= right) & (distance >= -left)
             terms: list[F64] = []
-            if full_mask is not None and p.mask == "bool":
-                keep = keep & full_mask[where]
-            elif full_mask is not None:
-                terms.append(to_f64(full_mask[where], p.mask or ""))
-            if full_bias is not None:
-                terms.append(to_f64(full_bias[where], p.bias or ""))
+            if mask is not None and p.mask == "bool":
+                keep = keep & mask[where]
+            elif mask is not None:
+                terms.append(to_f64(mask[where], p.mask or ""))
+            if bias is not None:
+                terms.append(to_f64(bias[where], p.bias or ""))
             for term in terms:
                 keep = keep & (term != -np.inf)
             if slopes is not None:
                 terms.append(-float(slopes[b, h]) * np.abs(distance))
-            sink = -np.inf if sinks is None else float(sinks[h])
+            sink = -np.inf if inputs.sinks is None else float(inputs.sinks[h])
             factor: F64 | float = 1.0
             if p.dropout_p > 0:
-                if seed is None:
+                if inputs.seed is None:
                     raise ValueError("[attention_reference] expected the words of a seed with dropout_p > 0, got None")
-                mine = kept(p.dropout_p, seed, (first_batch + b) * p.heads_q + h, rows, slice(0, p.seq_kv))
-                factor = np.where(mine, keep_scale(p.dropout_p), 0.0)
+                number = (first_batch + b) * p.heads_q + h
+                kept_weights = kept(p.dropout_p, inputs.seed, number, rows, slice(0, p.seq_kv))
+                factor = np.where(kept_weights, keep_scale(p.dropout_p), 0.0)
             q64 = angles.rotate(to_f64(q[where], p.dtype), b, p.rope_starts[0] + start, rounded)
-            yield Part(where, q64, k64, v64, keep, tuple(terms), sink, factor)
+            yield HeadRows(where, q64, k64, v64, keep, tuple(terms), sink, factor)
 
 
 class Angles:
-    """The tables of a problem that rotates q and k, in fp64; without one nothing is rotated."""
+    """The tables of a problem that rotates q and k, in fp64; otherwise rows stay as they are."""
 
     def __init__(self, problem: AttentionProblem, cos: Array | None, sin: Array | None) -> None:
         self.rope = problem.rope
@@ -406,16 +373,6 @@ class Angles:
         return rotate(self.rope, x, cos, sin, rounded, back)
 
 
-def _band(problem: AttentionProblem, distance: Array) -> npt.NDArray[np.bool_]:
-    left, right = problem.limits
-    keep = np.ones(distance.shape, dtype=np.bool_)
-    if right != UNBOUNDED:
-        keep &= distance <= right
-    if left != UNBOUNDED:
-        keep &= distance >= -left
-    return keep
-
-
 def _product(p: Array, v: Array, keep: npt.NDArray[np.bool_]) -> Array:
     """``p @ v`` over kept keys only: 0 * NaN is NaN, so a value that is not finite reaches only rows that keep it."""
     finite = np.isfinite(v)
@@ -428,12 +385,12 @@ def _product(p: Array, v: Array, keep: npt.NDArray[np.bool_]) -> Array:
 
 
 def rounded_to(values: Array, dtype: str) -> Array:
-    """Round float32 values to fp16 or bf16 and back; other dtypes are already as precise as they get."""
+    """Round float32 values to fp16 or bf16 and back; for other dtypes they stay as they are."""
     if dtype == "f16":
         return values.astype(np.float16).astype(np.float32)
     if dtype == "bf16":
         bits = np.ascontiguousarray(values).view(np.uint32)
-        # To nearest, ties to even. Infinity stays; NaN would overflow into the sign, so it is kept aside.
+        # To nearest, ties to even. NaN would overflow into the sign.
         nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
         return np.where(np.isnan(values), values, nearest.view(np.float32)).reshape(values.shape)
     return values
@@ -447,12 +404,6 @@ def errors_of(got: F64, reference: F64) -> F64:
 
 
 def largest_error(got: F64, reference: F64) -> float:
-    """Largest error where both are finite: a twin that overflowed says nothing about the rest."""
+    """Largest error where both are finite, since a twin may overflow."""
     both = np.isfinite(got) & np.isfinite(reference)
     return float(np.max(np.abs(got[both] - reference[both]), initial=0.0))
-
-
-def place_of(errors: F64, got: F64, reference: F64) -> str:
-    """Describe the place of the largest error."""
-    index = np.unravel_index(int(np.argmax(errors)), errors.shape)
-    return f"{[int(i) for i in index]}: got {got[index]:.9g}, reference {reference[index]:.9g}"

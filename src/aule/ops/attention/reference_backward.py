@@ -12,11 +12,13 @@ from aule.ops.attention.reference import (
     F64,
     Angles,
     Array,
+    Inputs,
     errors_of,
+    head_rows,
+    judge,
     largest_error,
-    parts,
-    place_of,
     rounded_to,
+    softmax,
     to_f64,
     unit_in_last_place,
 )
@@ -32,11 +34,11 @@ class ExpectedGradients:
     twin: dict[str, F64] | None
     """None for fp32 and fp64, whose tolerance does not need it."""
     magnitude: dict[str, float]
-    """The largest sum of absolute terms behind an element: where they cancel, a gradient is less than its noise."""
+    """The largest sum of absolute terms of an element; where they cancel, rounding exceeds the gradient."""
 
 
 def expect_gradients(
-    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, first_batch: int = 0, **extra: Array
+    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, first_batch: int = 0, **extra: Array | None
 ) -> ExpectedGradients:
     """Gradients of ``sum(dout * attention(q, k, v))``.
 
@@ -47,20 +49,17 @@ def expect_gradients(
     q, k, v, first_batch, **extra
         As in `aule.ops.attention.reference.attention_reference`.
     """
-    magnitude = dict.fromkeys(NAMES, 0.0)
-    reference = _gradients(problem, dout, q, k, v, extra, first_batch, True, magnitude)
+    inputs, magnitude = Inputs(q, k, v, **extra), dict.fromkeys(NAMES, 0.0)
+    reference = _gradients(problem, dout, inputs, first_batch, True, magnitude)
     half = problem.dtype in ("f16", "bf16")
-    twin = _gradients(problem, dout, q, k, v, extra, first_batch, False, {}) if half else None
+    twin = _gradients(problem, dout, inputs, first_batch, False, {}) if half else None
     return ExpectedGradients(reference, twin, magnitude)
 
 
 def _gradients(
     problem: AttentionProblem,
     dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    extra: dict[str, Array],
+    inputs: Inputs,
     first_batch: int,
     exact: bool,
     magnitude: dict[str, float],
@@ -79,10 +78,8 @@ def _gradients(
         return np.asarray(values) if exact else rounded_to(values.astype(work), p.dtype)
 
     with np.errstate(all="ignore"):
-        names = ("mask", "bias", "alibi", "sinks", "seed", "cos", "sin")
-        arrays: dict[str, Any] = {name: extra.get(name) for name in names}
-        angles = Angles(p, extra.get("cos"), extra.get("sin"))
-        for part in parts(p, q, k, v, **arrays, rounded=rounded, first_batch=first_batch):
+        angles = Angles(p, inputs.cos, inputs.sin)
+        for part in head_rows(p, inputs, first_batch, rounded):
             b, h, rows = part.where
             do = to_f64(dout[b, h, rows], p.dtype).astype(work)
             raw = rounded(rounded((part.q @ part.k.T).astype(work)) * work(p.scale))
@@ -91,17 +88,12 @@ def _gradients(
             bend = np.where(part.keep, bend, work(0))  # a dropped key's may be NaN, and its weight is 0
             for term in part.terms:
                 s = rounded(s + rounded(term))
-            s = np.where(part.keep, s, work(-np.inf))
-            m = np.max(s, axis=1, initial=part.sink, keepdims=True)
-            m = np.where(m == -np.inf, work(0), m)
-            weights = np.exp(s - m)
-            total = weights.sum(axis=1, keepdims=True) + np.exp(part.sink - m)
-            weights = rounded(np.divide(weights, total, out=np.zeros_like(weights), where=total != 0))
+            weights = rounded(softmax(s, part.keep, part.sink)[0])
             v_kept = np.where(np.isfinite(part.v), part.v, 0).astype(work)
             dropped = rounded(weights * part.factor)
             dp = rounded(rounded(do @ v_kept.T) * part.factor)
-            # As in every flash attention, delta comes from the output, which is there in the problem's precision only.
-            # In fp64 that is the same as the sum over weights * dp.
+            # As in every flash attention, delta comes from the output, rounded to the problem's precision. In fp64 it
+            # equals the sum of weights * dp.
             delta = (do * rounded(dropped @ v_kept)).sum(axis=1, keepdims=True)
             ds = rounded(weights * (dp - delta) * (1 - bend * bend))
             k_kept = np.where(np.isfinite(part.k), part.k, 0).astype(work)
@@ -134,16 +126,13 @@ def gradient_tolerance(problem: AttentionProblem, name: str, expected: ExpectedG
 
 
 def compare_gradients(problem: AttentionProblem, got: dict[str, Array], expected: ExpectedGradients) -> str:
-    """Judge gradients; empty when all are right, else which is how far off where."""
+    """Judge gradients; empty if all are right, else the name, error and place of each wrong one."""
     wrong = []
     for name in NAMES:
         reference = expected.reference[name]
         values = to_f64(got[name], problem.dtype).reshape(reference.shape)
-        errors = errors_of(values, reference)
         limit = gradient_tolerance(problem, name, expected)
-        error = float(np.max(errors, initial=0.0))
-        if not error <= limit:
-            wrong.append(
-                f"{name}: error {error:.3g} of {limit:.3g} allowed, worst at {place_of(errors, values, reference)}"
-            )
+        _, ok, message = judge(errors_of(values, reference), limit, values, reference)
+        if not ok:
+            wrong.append(f"{name}: {message}")
     return "; ".join(wrong)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, cast
 
 from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.precision import factor_type
-from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.problem import FAR, UNBOUNDED, AttentionProblem
 from aule.ops.rope.tables import rope_operands
 from aule.ops.shared.checks import (
     FLOAT_DTYPES,
@@ -30,7 +30,6 @@ from aule.view import TensorView, restride
 MAX_HEAD_DIM = 256
 """Largest query and value head dimension."""
 
-_WIDEST_WINDOW = 1 << 30
 _WINDOW = "pass an int or a pair (left, right)"
 
 _LAYOUTS = {2: "[seq, head_dim]", 3: "[heads, seq, head_dim]", 4: "[batch, heads, seq, head_dim]"}
@@ -187,7 +186,7 @@ def attention_problem(
         v=v4,
         mask=None if mask is None else _score_operand(op, "mask", mask, q.dtype, score_shape),
         bias=None if bias is None else _score_operand(op, "bias", bias, q.dtype, score_shape),
-        alibi=None if alibi_slopes is None else _alibi(op, alibi_slopes, batch, heads_q),
+        alibi=None if alibi_slopes is None else alibi_operand(op, alibi_slopes, batch, heads_q),
         sinks=None if sinks is None else _sinks(op, sinks, heads_q),
         seed=checked_seed_words(op, seed) if dropout_p else None,
         cos=cos,
@@ -229,8 +228,8 @@ def _check_rank(op: str, q: TensorView, k: TensorView, v: TensorView) -> int:
     ranks = {len(view.shape) for view in (q, k, v)}
     if len(ranks) != 1:
         raise InvalidShapeError(
-            f"[{op}] expected q, k and v with the same number of axes, got {_shapes(q, k, v)}; "
-            "add the missing axes of length 1"
+            f"[{op}] expected q, k and v with the same number of axes, got q {list(q.shape)}, k {list(k.shape)}, "
+            f"v {list(v.shape)}; add the missing axes of length 1"
         )
     return ranks.pop()
 
@@ -333,8 +332,8 @@ def _window_side(op: str, side: str, value: int | None) -> int:
 
 
 def _bounded(keys: int) -> int:
-    # Kernels count keys in 32 bits; a window wider than any sequence is no window, and must not overflow there.
-    return keys if keys < _WIDEST_WINDOW else UNBOUNDED
+    # Kernels count keys in 32 bits, and a window wider than any sequence is no window.
+    return keys if keys < FAR else UNBOUNDED
 
 
 def _score_operand(op: str, name: str, view: TensorView, dtype: str, shape: tuple[int, ...]) -> TensorView:
@@ -354,17 +353,19 @@ def _score_operand(op: str, name: str, view: TensorView, dtype: str, shape: tupl
             f"[{op}] expected {name} with 2 to 4 axes, broadcastable to [batch, heads_q, seq_q, seq_kv] = "
             f"{list(shape)}, got {list(view.shape)}; reshape {name}, a key-padding mask to [batch, 1, 1, seq_kv]"
         )
-    lead = 4 - len(view.shape)
-    given = (1,) * lead + view.shape
-    if any(size not in (1, full) for size, full in zip(given, shape, strict=True)):
+    lifted = _lift(view)
+    if any(size not in (1, full) for size, full in zip(lifted.shape, shape, strict=True)):
         raise InvalidShapeError(
             f"[{op}] expected {name} that broadcasts to [batch, heads_q, seq_q, seq_kv] = {list(shape)}, "
             f"got {list(view.shape)}; give each axis its full length or 1"
         )
-    return restride(view, shape, _broadcast_strides(view, given))
+    # An axis of length 1 is read at index 0 only: stride 0 also where nothing is broadcast gives one key per layout.
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(lifted.shape, lifted.strides, strict=True))
+    return restride(view, shape, strides)
 
 
-def _alibi(op: str, view: TensorView, batch: int, heads_q: int) -> TensorView:
+def alibi_operand(op: str, view: TensorView, batch: int, heads_q: int) -> TensorView:
+    """Check slopes and bring them into the form of `Operands.alibi`."""
     _check_f32(op, "alibi_slopes", view)
     if view.shape == (heads_q,):
         return restride(view, (batch, heads_q), (0, *view.strides))
@@ -392,22 +393,13 @@ def _check_f32(op: str, name: str, view: TensorView) -> None:
 
 
 def _lift(view: TensorView) -> TensorView:
+    """The view with missing leading axes of length 1 and stride 0."""
     lead = 4 - len(view.shape)
     if lead == 0:
         return view
     return restride(view, (1,) * lead + view.shape, (0,) * lead + view.strides)
 
 
-def _broadcast_strides(view: TensorView, given: tuple[int, ...]) -> tuple[int, ...]:
-    # An axis of length 1 is read at index 0 only: stride 0 also where nothing is broadcast gives one key per layout.
-    strides = (0,) * (len(given) - len(view.shape)) + view.strides
-    return tuple(0 if size == 1 else stride for size, stride in zip(given, strides, strict=True))
-
-
 def _either(options: Any) -> str:
     *most, last = options
     return f"{', '.join(most)} or {last}"
-
-
-def _shapes(q: TensorView, k: TensorView, v: TensorView) -> str:
-    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"

@@ -2,7 +2,7 @@
 
 Offsets ``cu_seqlens`` of ``[batch + 1]`` say at which row each sequence begins, and at which the last one ends. Kernels
 read them: one launch serves all sequences, with as many workgroups for each as the longest needs; those past the end of
-a shorter one return at once. What goes without kernels, NumPy and the reference, takes the sequences one by one.
+a shorter one return at once. NumPy and the reference take the sequences one by one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.reference import Array, Expected, attention_reference, attention_twin
+from aule.ops.attention.reference import Array, Expected, expect
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, expect_gradients
-from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.attention.validate import Operands, alibi_operand, attention_problem
 from aule.ops.rope.tables import rope_operands
 from aule.view import TensorView
 
@@ -43,9 +42,9 @@ def varlen_problem(
     q, k, v : TensorView
         ``[rows, heads, dim]``.
     cu_q, cu_k : TensorView
-        i32 ``[batch + 1]``; their contents are checked where they are in host memory.
+        i32 ``[batch + 1]``; their contents are checked if they are in host memory.
     max_q, max_k : int, optional
-        Lengths of the longest sequences; needed where the offsets are not in host memory.
+        Lengths of the longest sequences; needed if the offsets are not in host memory.
     op : str
         The public function that was called, for messages.
     **options
@@ -74,15 +73,14 @@ def varlen_problem(
     tables = options.pop("rope_cos", None), options.pop("rope_sin", None), options.pop("rope_interleaved", False)
     problem, operands = attention_problem(heads_first(q), heads_first(k), heads_first(v), op=op, **options)
     alibi = None if slopes is None else _slopes(op, slopes, batch, problem.heads_q)
-    longest = (
-        longest_sequence(op, "q", cu_q, q.shape[0], max_q), longest_sequence(op, "k", cu_k, k.shape[0], max_k),
-    )  # fmt: skip
-    rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch), longest)
+    longest_q = longest_sequence(op, "q", cu_q, q.shape[0], max_q)
+    longest_k = longest_sequence(op, "k", cu_k, k.shape[0], max_k)
+    rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch), (longest_q, longest_k))
     problem = replace(
         problem,
         batch=batch,
-        seq_q=longest[0],
-        seq_kv=longest[1],
+        seq_q=longest_q,
+        seq_kv=longest_k,
         packed=(q.shape[0], k.shape[0]),
         alibi=alibi is not None,
         rope=rope,
@@ -113,14 +111,14 @@ def _check_offsets(op: str, cu_q: TensorView, cu_k: TensorView) -> int:
 
 
 def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given: int | None) -> int:
-    """The length of the longest sequence: as given, and checked against the offsets where these can be read."""
+    """The length of the longest sequence, checked against the offsets if these are in host memory."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 0):
         raise InvalidArgumentError(f"[{op}] expected max_seqlen_{name} as an int >= 0 or None, got {given!r}")
     if not offsets.is_host:
         if given is None:
             raise InvalidArgumentError(f"[{op}] expected max_seqlen_{name} with offsets on a device, got None; give it")
         return min(int(given), total)
-    at: npt.NDArray[np.int32] = offsets.storage
+    at: Array = offsets.storage
     lengths = np.diff(at.astype(np.int64))
     if at[0] != 0 or at[-1] != total or (lengths < 0).any():
         raise InvalidShapeError(
@@ -141,20 +139,15 @@ def _slopes(op: str, view: TensorView, batch: int, heads: int) -> TensorView:
             f"[{op}] expected alibi_slopes as float32 [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], "
             f"got {view.dtype} {list(view.shape)}; give one slope per query head"
         )
-    if len(view.shape) == 2:
-        return view
-    shape, strides, storage = (batch, heads), (0, *view.strides), view.storage
-    if view.is_host:
-        storage = np.broadcast_to(storage, shape)
-    return TensorView(view.dtype, shape, strides, view.device, storage, view.offset)
+    return alibi_operand(op, view, batch, heads)
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """One sequence of a packed batch, by itself: its number, its problem and operands, and its rows and keys."""
+class PackedSequence:
+    """One sequence of a packed batch: its number, its problem and operands, and its rows and keys in the batch."""
 
     number: int
     problem: AttentionProblem
@@ -163,7 +156,7 @@ class Piece:
     keys: slice
 
 
-def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
+def sequences(problem: AttentionProblem, operands: Operands) -> Iterator[PackedSequence]:
     """The sequences of a packed batch in host memory."""
     assert operands.cu_q is not None and operands.cu_k is not None
     at_q, at_k = operands.cu_q.storage.tolist(), operands.cu_k.storage.tolist()
@@ -181,7 +174,7 @@ def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
             cu_q=None,
             cu_k=None,
         )
-        yield Piece(i, own, own_operands, rows, keys)
+        yield PackedSequence(i, own, own_operands, rows, keys)
 
 
 def _of_sequence(view: TensorView | None, number: int) -> TensorView | None:
@@ -196,29 +189,28 @@ def _cut(view: TensorView, part: slice, axis: int) -> TensorView:
 def expect_varlen(problem: AttentionProblem, operands: Operands) -> Expected:
     """What a backend must come close to: `aule.ops.attention.reference.expect`, sequence by sequence."""
     out, lse = np.zeros(problem.out_shape), np.full(problem.out_shape[:3], -np.inf)
-    half = problem.dtype in ("f16", "bf16")
-    twin = np.zeros(problem.out_shape) if half else None
-    for piece in pieces(problem, operands):
-        arrays, first = _arrays(piece.operands), piece.number
-        where = (slice(None), slice(None), piece.rows)
-        out[where], lse[where] = attention_reference(piece.problem, **arrays, first_batch=first)
+    twin = np.zeros(problem.out_shape) if problem.dtype in ("f16", "bf16") else None
+    for one in sequences(problem, operands):
+        found = expect(one.problem, **_arrays(one.operands), first_batch=one.number)
+        where = (slice(None), slice(None), one.rows)
+        out[where], lse[where] = found.out, found.lse
         if twin is not None:
-            twin[where] = attention_twin(piece.problem, **arrays, first_batch=first)
+            twin[where] = found.twin
     return Expected(out, lse, twin)
 
 
 def expect_varlen_gradients(problem: AttentionProblem, operands: Operands, dout: Array) -> ExpectedGradients:
-    """Gradients likewise; ``dout`` as ``problem.out_shape``."""
+    """Gradients that a backend must come close to; ``dout`` as ``problem.out_shape``."""
     shapes = dict(zip(NAMES, (operands.q.shape, operands.k.shape, operands.v.shape), strict=True))
     reference = {name: np.zeros(shape) for name, shape in shapes.items()}
     half = problem.dtype in ("f16", "bf16")
     twin = {name: np.zeros(shape) for name, shape in shapes.items()} if half else None
     magnitude = dict.fromkeys(NAMES, 0.0)
-    for piece in pieces(problem, operands):
-        part = dout[:, :, piece.rows]
-        found = expect_gradients(piece.problem, part, **_arrays(piece.operands), first_batch=piece.number)
+    for one in sequences(problem, operands):
+        part = dout[:, :, one.rows]
+        found = expect_gradients(one.problem, part, **_arrays(one.operands), first_batch=one.number)
         for name in NAMES:
-            where = (slice(None), slice(None), piece.rows if name == "dq" else piece.keys)
+            where = (slice(None), slice(None), one.rows if name == "dq" else one.keys)
             reference[name][where] = found.reference[name]
             if twin is not None and found.twin is not None:
                 twin[name][where] = found.twin[name]

@@ -159,5 +159,5 @@ def expect_decode(problem: DecodeProblem, operands: DecodeOperands) -> tuple[Att
         alone = problem.alone(q.shape[2], k.shape[2])
         out[one.where], lse[one.where] = attention_reference(alone, q, k, v, alibi=alibi, sinks=sinks)
         if twin is not None:
-            twin[one.where] = attention_twin(alone, q, k, v, alibi=alibi, sinks=sinks)
+            twin[one.where], _ = attention_twin(alone, q, k, v, alibi=alibi, sinks=sinks)
     return problem.alone(problem.seq_q, problem.seq_kv), Expected(out, lse, twin)

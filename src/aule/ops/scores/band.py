@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +15,9 @@ from aule.ops.scores.parameters import Parameters
 from aule.ops.softmax.dropout import Dropout
 from aule.tile.common.math import LOG2E
 
+Place = Callable[[int, int], tuple[Value, Value]]
+"""Gives query row and key of the element in a thread's r-th row and c-th column of a tile."""
+
 
 def block_of(
     b: Builder, config: ScoreConfig, number: Value, blocks: Value, total: Value, together: Value | None
@@ -21,8 +25,8 @@ def block_of(
     """The head of workgroup ``number`` of ``total``, and which of its ``blocks`` blocks of rows it has.
 
     With a causal mask the last blocks have the most work. Those of ``together`` heads come first, so that the launch
-    ends with short work; then those of the next heads, so that K and V in use stay in the cache. Without a causal mask
-    all blocks have as much work, and heads follow each other, as if ``together`` is None.
+    ends with short work; then those of the next heads, so that K and V in use stay in the cache. Without a causal mask,
+    or if ``together`` is None, heads follow each other.
     """
     if config.right and not config.left and together is not None:
         section = number // (together * blocks)
@@ -43,7 +47,7 @@ class Tile(Protocol):
 @dataclass(frozen=True)
 class Reach:
     """Keys (i32) of some rows: ``first .. end - 1`` holds every kept key, and every row keeps all of
-    ``full_first .. full_end - 1``, mask and bias apart."""
+    ``full_first .. full_end - 1`` unless mask or bias drop some."""
 
     first: Value
     end: Value
@@ -125,6 +129,11 @@ class Scores:
         """The reach of rows at positions ``nearest .. furthest``."""
         return Reach.of(self.b, self.seq_kv, self.left, self.right, nearest, furthest)
 
+    def reach_of_rows(self, first: Value, count: int) -> Reach:
+        """The reach of ``count`` query rows from ``first`` on, as far as they exist."""
+        last = self.b.min(first + count, self.seq_q) - 1
+        return self.reach(first + self.shift, last + self.shift)
+
     def rows_reaching(self, first: Value, end: Value) -> tuple[Value, Value]:
         """The query rows ``low .. high - 1`` that may keep a key of ``first .. end - 1``, as ``(low, high)``."""
         b = self.b
@@ -156,31 +165,27 @@ class Scores:
         result.append(mod.band(self.seq_kv, self.left, self.right))
         return result
 
-    def modify(
-        self, tile: Tile, head: Value, place: Callable[[int, int], tuple[Value, Value]], partial: Value
-    ) -> list[list[Value]] | None:
+    def modify(self, tile: Tile, head: Value, place: Place, partial: Value) -> list[list[Value]] | None:
         """Apply the modifiers of one query head's rows to a tile of scores; those that only drop keys, only if it is
-        ``partial``.
-
-        ``place`` gives query row and key of an element. Returns the derivative of the softcap, if there is one.
-        """
+        ``partial``. Returns the derivative of the softcap, if there is one."""
         b, slope = self.b, None
         for number, modifier in enumerate(self.modifiers(head, {"mask": "any", "bias": "any"})):
-
-            def apply(s: Value, r: int, c: int, modifier: mod.Modifier = modifier) -> Value:
-                row, key = place(r, c)
-                return modifier.apply(b, s, mod.Site(self.batch, head, row, key, row + self.shift))
-
-            if modifier.everywhere:
-                tile.map(apply)
-            else:
-                with b.if_(partial):
-                    tile.map(apply)
+            with nullcontext() if modifier.everywhere else b.if_(partial):
+                self.apply(modifier, tile, head, place)
             if self.config.softcap and number == 0:
                 inverse = b.rcp(self.p.number("softcap", f32))
                 bent = [[x * inverse for x in row] for row in tile.values()]
                 slope = [[1.0 - x * x for x in row] for row in bent]
         return slope
+
+    def apply(self, modifier: mod.Modifier, tile: Tile, head: Value, place: Place) -> None:
+        """Apply a modifier to a tile of scores of one query head."""
+
+        def each(s: Value, r: int, c: int) -> Value:
+            row, key = place(r, c)
+            return modifier.apply(self.b, s, mod.Site(self.batch, head, row, key, row + self.shift))
+
+        tile.map(each)
 
     def dropout(self) -> Dropout | None:
         """Draws the weights that are kept; None without dropout."""

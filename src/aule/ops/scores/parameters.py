@@ -27,7 +27,7 @@ class Parameters(parameters.Parameters):
         aligned: bool = False,
         first: Value | None = None,
     ) -> Matrix:
-        """One head of an operand that is read.
+        """One head of an operand.
 
         Parameters
         ----------
@@ -38,9 +38,12 @@ class Parameters(parameters.Parameters):
         first : Value, optional
             Row at which the batch begins, where sequences are packed.
         """
-        return self._matrix(
-            self.buffer(name, SCALARS[self.config.dtype]), name, (batch, head, first), rows, cols, unit, aligned
-        )
+        buffer = self.buffer(name, SCALARS[self.config.dtype])
+        base = self.strided(name, batch if first is None else self.b.const(0, i32), head)
+        if first is not None:
+            base = base + self.b.cast(first, self.index) * self.number(f"{name}_row_stride", self.index)
+        col_stride = None if unit else self.number(f"{name}_col_stride", self.index)
+        return Matrix(buffer, base, rows, cols, self.number(f"{name}_row_stride", self.index), col_stride, aligned)
 
     def result(
         self,
@@ -54,22 +57,5 @@ class Parameters(parameters.Parameters):
         first: Value | None = None,
     ) -> Matrix:
         """One head of a result; parameters as for `matrix`."""
-        buffer = self.buffer(name, SCALARS[self.config.dtype], "write")
-        return self._matrix(buffer, name, (batch, head, first), rows, cols, unit, aligned)
-
-    def _matrix(
-        self,
-        buffer: Value,
-        name: str,
-        place: tuple[Value, Value, Value | None],
-        rows: Value,
-        cols: int,
-        unit: bool,
-        aligned: bool,
-    ) -> Matrix:
-        batch, head, first = place
-        base = self.strided(name, batch if first is None else self.b.const(0, i32), head)
-        if first is not None:
-            base = base + self.b.cast(first, self.index) * self.number(f"{name}_row_stride", self.index)
-        col_stride = None if unit else self.number(f"{name}_col_stride", self.index)
-        return Matrix(buffer, base, rows, cols, self.number(f"{name}_row_stride", self.index), col_stride, aligned)
+        self.buffer(name, SCALARS[self.config.dtype], "write")
+        return self.matrix(name, batch, head, rows, cols, unit, aligned, first)

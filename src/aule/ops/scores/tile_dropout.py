@@ -8,19 +8,17 @@ holds the bits of four octets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from aule.ir import Value
 from aule.ir.types import u32
+from aule.ops.scores.band import Place
 from aule.ops.softmax.dropout import OCTET, Dropout
 from aule.tile.common.math import fold
 from aule.tile.fragment.arrangement import weigh_bits
 from aule.tile.fragment.engine import Fragments
 
-Place = Callable[[int, int], tuple[Value, Value]]
-"""Query and key of the element in a lane's r-th row and c-th column."""
 _WORD = 4
 """Octets whose bits fill a word."""
 _LOWER = {1: 0x55555555, 2: 0x33333333, 4: 0x0F0F0F0F}

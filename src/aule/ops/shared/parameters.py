@@ -11,6 +11,11 @@ from aule.ir.types import Scalar, i32, i64
 Access = Literal["read", "write", "readwrite"]
 
 
+def workgroup_number(b: Builder) -> Value:
+    """The workgroup's number, counted along x and then y: a driver may allow no more than 65535 along one axis."""
+    return b.group_id(0) + b.group_id(1) * b.group_count(0)
+
+
 class Parameters:
     """The parameters of one kernel.
 

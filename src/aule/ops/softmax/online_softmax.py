@@ -178,7 +178,7 @@ def merge_maxima(form: Maximum, maxima: Sequence[Value]) -> tuple[Value, list[Va
 
 
 def from_sink(form: Maximum, sink: Value, column: Value) -> tuple[Value, Value]:
-    """M and l of a row that has seen only its sink, which the thread with column 0 counts."""
+    """Row state (m, l) after the sink; l counts it only in the thread with column 0 of the row."""
     b = form.b
     sink = sink * LOG2E
     m = form.stored(b.max(sink, LOWEST))

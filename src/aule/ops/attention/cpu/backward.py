@@ -36,8 +36,6 @@ def build_backward(config: CpuBackwardConfig, target: Target) -> KernelIR:
 
 
 class _Backward:
-    """The kernel while it is traced."""
-
     def __init__(self, b: Builder, config: CpuBackwardConfig) -> None:
         self.b, self.config, self.shape = b, config, config.shape
         self.task = BackwardTask(b, config)

@@ -28,7 +28,6 @@ class Panel:
 
     @cached_property
     def _key(self) -> Value:
-        """First key of the panel."""
         return self.key0 + self.panel
 
     @cached_property
@@ -50,7 +49,6 @@ class Panel:
         return self.scores.extent.row_base(self.p, head_number, self.rows.head)
 
     def run(self) -> None:
-        """Compute and store P and dS."""
         config, task = self.config, self.task
         self._weights(self._products(task.q_rows, task.head_cols, task.k_panels, task.head_steps))
         if config.pairs and task.dropout is None:  # still in registers; dropout changes it below

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, i32, i64
 from aule.ops.attention.cpu.config import CpuBackwardConfig
-from aule.ops.attention.cpu.dropout import DropoutFactors
+from aule.ops.attention.cpu.scores import DropoutFactors
 from aule.ops.scores.band import Scores
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotary_of, rotating
@@ -72,7 +72,6 @@ class BackwardTask:
         self.dq_parts = self.p.buffer("dq_parts", work, "readwrite")
 
     def _allocate(self) -> None:
-        """Declare the arrays of a task."""
         b, config, shape, work = self.b, self.config, self.shape, self.config.work
         factor, step = config.factor, config.step
         self.head_steps, self.value_steps = -(-config.head_dim // step), -(-config.value_dim // step)

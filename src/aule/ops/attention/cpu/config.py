@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aule.ir.types import SCALARS, Scalar, u32
-from aule.ops.rope.tables import Rope
 from aule.ops.scores.config import Columns, ScoreConfig
 from aule.tile.vector.engine import VectorUnit, work_type
 
@@ -38,12 +37,10 @@ class CpuShape:
 
     @property
     def lanes(self) -> int:
-        """Elements of a vector."""
         return self.unit.lanes
 
     @property
     def panel_vectors(self) -> int:
-        """Vectors of a panel."""
         return self.panel // self.unit.lanes
 
     def vectors(self, cols: int) -> int:
@@ -100,8 +97,7 @@ class CpuConfig(CpuScoreConfig):
     split : bool
         Several tasks share the keys of a head and leave partial results for `build_combine`.
     panels : {"workspace", "scratch", "none"}
-        Who packs K: `build_pack`, once for all tasks; each task for itself; or nobody, and rows are multiplied with K
-        in place.
+        K is packed by `build_pack`, once for all tasks; by each task for itself; or not at all, and is read in place.
     values : {"direct", "workspace", "scratch"}
         V is read in place; or converted and padded by `build_pack`; or by each task for itself.
     key_pairs : bool
@@ -127,9 +123,9 @@ class CpuConfig(CpuScoreConfig):
     values: Literal["direct", "workspace", "scratch"] = "direct"
 
 
-@dataclass(frozen=True)
-class PackConfig:
-    """The kernel that packs K into panels before the forward kernel runs.
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(CpuScoreConfig):
+    """The kernel that packs K into panels before the forward kernel runs, in pairs of columns if products use pairs.
 
     Attributes
     ----------
@@ -137,24 +133,9 @@ class PackConfig:
         Convert V into padded rows, too.
     unit : tuple of bool
         For k and v: the head dimension has stride 1.
-    packed : bool
-        Sequences are packed.
-    pairs : bool
-        Panels hold pairs of columns of K, and rows pairs of rows of V.
-    rope : Rope or None
-        Rotation of K.
     """
 
-    dtype: str
-    head_dim: int
-    value_dim: int
-    shape: CpuShape
     values: bool
-    unit: tuple[bool, ...]
-    packed: bool = False
-    pairs: bool = False
-    rope: Rope | None = None
-    rope_unit: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,8 @@ from dataclasses import replace
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32, i64, u32
 from aule.ops.attention.cpu.config import CpuConfig
-from aule.ops.attention.cpu.dropout import DropoutFactors
 from aule.ops.attention.cpu.pack import pack_rotated, packed_keys
-from aule.ops.attention.cpu.scores import modify
+from aule.ops.attention.cpu.scores import DropoutFactors, modify
 from aule.ops.attention.cpu.task import AttentionTask, Task
 from aule.ops.combine.cpu import Columns, PartialLayout, store_row
 from aule.ops.scores.band import Reach
@@ -177,7 +176,6 @@ class Forward:
             b.store(self.l, row, l)
 
     def _rotated(self, source: MatrixRow, row: Value) -> MatrixRow:
-        """A rotated copy of a row of Q."""
         b, config, engine = self.b, self.config, self.engine
         rotary = rotary_of(self.p, "q", self.task.batch, self.scores.shift)
         array = b.private("q_row", source.matrix.elem if self.q_pairs else config.work, config.head_dim)
@@ -234,7 +232,6 @@ class Forward:
         return Operand(scratch, b.const(0, i64), 0, shape.panel)
 
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
-        """Rows of V from a key on, in place."""
         start = v.base + self.engine.index(key0) * v.row_stride
         return Operand(v.buffer, start, 0, v.row_stride, ahead=self.ahead)
 

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, element, i32, u32
+from aule.ir.types import element, i32, u32
 from aule.ops.attention.cpu.config import PackConfig
 from aule.ops.scores.band import Extent
-from aule.ops.scores.config import ScoreConfig
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotating
 from aule.target import Target
 from aule.tile.common.matrix import Matrix
-from aule.tile.vector.engine import Vectors, work_type
+from aule.tile.vector.engine import Vectors
 from aule.tile.vector.rope import rotate_rows
-
-KERNEL_NAME = "attention_pack"
 
 
 def build_pack(config: PackConfig, target: Target) -> KernelIR:
     """Trace the kernel: one task for each block of keys of each head of K and V."""
-    b = Builder(KERNEL_NAME, workgroup=1)
-    shape, work = config.shape, work_type(SCALARS[config.dtype])
-    scores = ScoreConfig(
-        dtype=config.dtype, head_dim=config.head_dim, value_dim=config.value_dim, packed=config.packed,
-        rope=config.rope, rope_unit=config.rope_unit,
-    )  # fmt: skip
-    p = Parameters(b, scores)
-    engine = Vectors(b, work, shape.lanes)
+    b = Builder("attention_pack", workgroup=1)
+    p, shape, step = Parameters(b, config), config.shape, config.step
+    engine = Vectors(b, config.work, shape.lanes)
     heads = p.number("heads_kv")
     if not config.packed:
         seq = p.number("seq_kv")
@@ -44,8 +36,7 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
         first = engine.index(number) * engine.index(blocks * shape.block_kv) + engine.index(key0)
     count = b.min(shape.block_kv, seq - key0)
     k = p.matrix("k", batch, head, seq, config.head_dim, config.unit[0], first=begin)
-    factor, step = (u32, 2) if config.pairs else (work, 1)
-    panels = p.buffer("panels", factor, "write")
+    panels = p.buffer("panels", config.factor, "write")
     with b.loop(b.const(0, i32), count, shape.panel, name="panel") as panel:
         to = (first + engine.index(panel)) * -(-config.head_dim // step)
         if config.rope is None:
@@ -56,11 +47,9 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
     if config.values:
         padded = shape.padded(config.value_dim)
         v = p.matrix("v", batch, head, seq, config.value_dim, config.unit[1], first=begin)
-        values, to = p.buffer("values", factor, "write"), first // step * padded
-        if config.pairs:
-            engine.copy_paired_rows(v, key0, count, values, to, padded)
-        else:
-            engine.copy_rows(v, key0, count, values, to, padded)
+        values, to = p.buffer("values", config.factor, "write"), first // step * padded
+        copy = engine.copy_paired_rows if config.pairs else engine.copy_rows
+        copy(v, key0, count, values, to, padded)
     return b.finish()
 
 

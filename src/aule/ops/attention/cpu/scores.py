@@ -1,13 +1,17 @@
-"""Applies the score modifiers to vectors of scores."""
+"""Score modifiers and dropout on vectors of scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
-from aule.ir import Value, Var
+from aule.ir import Builder, Value, Var
+from aule.ir.types import i32
+from aule.ops.attention.cpu.config import CpuScoreConfig
 from aule.ops.scores import modifiers as mod
 from aule.ops.scores.band import Scores
 from aule.ops.scores.config import Columns
+from aule.ops.softmax.dropout import VECTORS, Dropout
 from aule.tile.vector.engine import Vectors
 
 
@@ -21,20 +25,10 @@ def modify(
     kinds: dict[str, Columns],
     after_softcap: Callable[[list[list[Var]]], None] | None = None,
 ) -> None:
-    """Apply the modifiers to the scores of some rows with the keys from ``key`` on.
+    """Apply the modifiers to vectors of scores ``c`` of some rows with the keys from ``key`` on, in place.
 
-    Parameters
-    ----------
-    c : list of list of Var
-        Vectors of scores by row; changed in place.
-    queries : sequence
-        Query head and query row of each row.
-    partial : Value
-        Whether some of the keys are outside of some row's band.
-    kinds : dict
-        Layout of mask and bias along a row.
-    after_softcap : callable, optional
-        Called with the scores after the softcap.
+    ``queries`` are query head and query row of each row, ``kinds`` the layouts of mask and bias along a row. Keys may
+    be outside of some row's band only if ``partial``. ``after_softcap`` is called with the scores after the softcap.
     """
     b = scores.b
     columns = [engine.lane_numbers(key + j * engine.lanes) for j in range(len(c[0]))]
@@ -47,10 +41,35 @@ def modify(
                 variable.value = chain[number].apply(b, variable.value, site)
 
     for number, modifier in enumerate(chains[0]):
-        if modifier.everywhere:
+        with nullcontext() if modifier.everywhere else b.if_(partial):
             apply(number)
-        else:
-            with b.if_(partial):
-                apply(number)
         if number == 0 and scores.config.softcap and after_softcap is not None:
             after_softcap(c)
+
+
+class DropoutFactors:
+    """Dropout factors of ``shape.rows`` rows with the keys of a block, made before the weights: 0 for dropped weights,
+    ``scale`` for the others."""
+
+    def __init__(self, b: Builder, config: CpuScoreConfig, engine: Vectors, dropout: Dropout, scale: Value) -> None:
+        self.b, self.engine, self.dropout, self.scale = b, engine, dropout, scale
+        self.rows, self.span = config.shape.rows, VECTORS * engine.lanes
+        self.stride = -(-config.shape.block_kv // self.span) * self.span
+        self.factors = b.private("keep", config.work, self.rows * self.stride)
+
+    def fill(self, query: Callable[[Value], tuple[Value, Value]], key0: Value, first: Value, last: Value) -> None:
+        """Make the factors of the keys ``first .. last - 1`` of a block that begins at ``key0``.
+
+        ``query`` gives the number of a row's query head (``batch * heads_q + head``) and its query row.
+        """
+        b, engine = self.b, self.engine
+        with b.loop(b.const(0, i32), self.rows, name="r") as r:
+            head, row = query(r)
+            with b.loop(first // self.span * self.span, last, self.span, name="keys") as at:
+                to = engine.index(r) * self.stride + engine.index(at)
+                for j, x in enumerate(self.dropout.vectors(engine, head, row, key0 + at, self.scale)):
+                    b.store(self.factors, to + j * engine.lanes, x)
+
+    def load(self, row: Value | int, key: Value) -> Value:
+        """Load a vector of a row's factors, from key ``key`` (i64) of the block on."""
+        return self.b.load(self.factors, key + row * self.stride, self.engine.lanes)

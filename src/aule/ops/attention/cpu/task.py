@@ -12,35 +12,23 @@ from aule.ops.scores.parameters import Parameters
 
 
 class Task(Protocol):
-    """The query rows and the keys of one task.
-
-    Attributes
-    ----------
-    number : Value
-        The task's number in the launch.
-    scores : Scores
-        Modifiers of the scores, and the lengths of the task's sequence.
-    kv_head : Value
-        Key head; the first, if a task has several.
-    split : Value
-        The task's number among those that share the keys of its rows.
-    first_key, end_key : Value
-        Keys of the split.
-    count : Value
-        Query rows.
-    partial_rows : Value
-        Rows for which a task leaves partial results if keys are split.
-    """
+    """The query rows and the keys of one task."""
 
     number: Value
+    """The task's number in the launch."""
     batch: Value
     scores: Scores
+    """Modifiers of the scores, and the lengths of the task's sequence."""
     kv_head: Value
+    """Key head; the first, if a task has several."""
     split: Value
+    """The task's number among those that share the keys of its rows."""
     first_key: Value
     end_key: Value
     count: Value
+    """Number of query rows."""
     partial_rows: Value
+    """Rows for which a task leaves partial results if keys are split."""
 
     def query(self, row: Value) -> tuple[Value, Value]:
         """Query head of a row of this task, and its query row in the sequence."""
@@ -49,7 +37,7 @@ class Task(Protocol):
         """Keys that some consecutive rows of this task may keep."""
 
 
-class AttentionTask:
+class AttentionTask(Task):
     """A task of the forward pass.
 
     If ``config.grouped``, it has the rows of all query heads that share a key head; otherwise a block of rows of one
@@ -103,14 +91,12 @@ class AttentionTask:
         return self.p.number("seq_q"), self.p.number("seq_kv")
 
     def query(self, row: Value) -> tuple[Value, Value]:
-        """Query head of a row of this task, and its query row in the sequence."""
         if not self.config.grouped:
             return self.first_head, self.row0 + row
         seq_q = self.scores.seq_q
         return self.first_head + row // seq_q, row % seq_q
 
     def reach(self, row: Value, rows: int) -> Reach:
-        """Keys that some consecutive rows of this task may keep."""
         b, scores = self.p.b, self.scores
         if self.config.grouped:
             return scores.reach(scores.shift, scores.seq_q - 1 + scores.shift)

@@ -24,7 +24,6 @@ from aule.ir.types import f32, i32
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import GradientKernel, KeysKernel
 from aule.ops.combine.pieces import combine_tiles, share
-from aule.ops.scores.band import Scores
 from aule.target import Target
 from aule.tile.common.matrix import Matrix, divmod_const
 from aule.tile.fragment.arrangement import SIZE
@@ -34,7 +33,7 @@ from aule.tile.fragment.shape import RUN, row_stride
 from aule.tile.fragment.transfer import Transfer
 
 Body = Callable[[Value, tuple[Value, Value], Callable[[], None], Callable[[], None]], None]
-"""Takes a tile, where its two matrices lie, and the two calls of `_Kernel.passage`."""
+"""Takes a tile, where its two matrices lie, and the two calls of `_Kernel.pass_over`."""
 
 
 def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:
@@ -75,7 +74,7 @@ class _Kernel(GradientKernel):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def load_own(self) -> None:
-        """Load the rows that the workgroup owns; the first barrier of the loop shows them."""
+        """Load the rows that the workgroup owns; the first barrier of the loop makes them visible."""
         b, (first, second) = self.b, self.own
         transfer = self._bring(first, self.own_start[0])
         if self.config.sums:
@@ -160,9 +159,9 @@ class _Kernel(GradientKernel):
         factors = self.engine.pack(values, self.engine.left, "enlarged")
         return lambda k: [row[k] for row in factors]
 
-    # -- the passage ---------------------------------------------------------------------------------------------------
+    # -- the pass over tiles -------------------------------------------------------------------------------------------
 
-    def passage(
+    def pass_over(
         self,
         transfers: tuple[Transfer, Transfer],
         limits: tuple[Value, ...],
@@ -170,17 +169,13 @@ class _Kernel(GradientKernel):
         arrive: Callable[[Value, tuple[Value, Value]], None],
         start: Callable[[Value], None] | None = None,
     ) -> None:
-        """Pass over all tiles.
+        """Pass over all tiles, whose rows ``transfers`` fetch.
 
         Parameters
         ----------
-        transfers : tuple of Transfer
-            Fetch the rows of the two other matrices.
-        limits : tuple of Value
-            Each of ``bodies`` takes the tiles between two limits.
-        bodies : tuple of Body
-            Called with the tile, where it lies, a function to call when there are registers for the next tile's rows,
-            and one to call when this tile's rows have been read. These do nothing unless ``shape.late_fetch``.
+        limits, bodies : tuple
+            Each body takes the tiles between two limits. It calls its third argument when there are registers for the
+            next tile's rows, and its last when this tile's rows have been read (no-ops unless ``shape.late_fetch``).
         arrive : callable
             May change the rows that a thread has fetched before others see them.
         start : callable, optional
@@ -239,20 +234,15 @@ class _Queries(_Kernel):
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        head_number, block = self.rows_of(self.task)
-        self.row0 = block * self.shape.block_q
-        batch, self.head = head_number // self.heads, head_number % self.heads
-        scores = self.scores = Scores(self.p, batch)
-        if config.packed:
-            self.exists = self.exists & (self.row0 < scores.seq_q)
-        kv_head = self.head // self.group
+        self.own_rows()
+        scores = self.scores
         self.own = (
             self.matrix("q", self.head, scores.seq_q, config.head_dim, 0),
             self.matrix("do", self.head, scores.seq_q, config.value_dim, 3),
         )
         self.other = (
-            self.matrix("k", kv_head, scores.seq_kv, config.head_dim, 1),
-            self.matrix("v", kv_head, scores.seq_kv, config.value_dim, 2),
+            self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
+            self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),
         )
 
     def run(self) -> None:
@@ -261,9 +251,7 @@ class _Queries(_Kernel):
         own_row = self.row0 + self.subgroup_row
         rows = [own_row + dQ.row(r) for r in range(engine.rows_held)]
         numbers = [self.row_numbers(self.head, row) for row in rows]
-        last_row = b.min(self.row0 + shape.block_q, scores.seq_q) - 1
-        reach = scores.reach(self.row0 + scores.shift, last_row + scores.shift)
-        width = shape.block_kv
+        reach, width = scores.reach_of_rows(self.row0, shape.block_q), shape.block_kv
         first, last = reach.first // width, (reach.end + (width - 1)) // width
         keys, values = (self.transfer(matrix) for matrix in self.other)
         self.load_own()
@@ -299,7 +287,7 @@ class _Queries(_Kernel):
             self.accumulate(dQ, factors, 0, at[0])
             put_next()
 
-        self.passage((keys, values), (first, last), (body,), arrive)
+        self.pass_over((keys, values), (first, last), (body,), arrive)
         out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
         self.store(dQ, out, self.p.number("dq_factor", f32), 0)
 
@@ -309,15 +297,12 @@ class _Keys(_Kernel, KeysKernel):
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        self.own_keys()
+        self.open_block()
 
     def run(self) -> None:
-        b, engine, shape, scores = self.b, self.engine, self.shape, self.scores
-        dK, dV = (engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
-        width = shape.block_kv
-        end = b.min(self.row0 + shape.block_q, scores.seq_kv)
-        low, high = scores.rows_reaching(self.row0, end)
-        first, last = low // width, (high + (width - 1)) // width
+        b, shape = self.b, self.shape
+        dK, dV = (self.engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
+        first, last, end = self.row_tiles()
         if self.piece is not None:
             first, last = share(self.piece, first, last)
         self.load_own()
@@ -392,7 +377,7 @@ class _Keys(_Kernel, KeysKernel):
             middle = b.min(b.max((row + (width - 1)) // width, first), last)
             limits = (first, b.select(past > scores.seq_kv, last, middle), last)
             bodies = (body, functools.partial(body, plain=True, full=True))
-        self.passage(
+        self.pass_over(
             (queries, results), limits, bodies,
             lambda tile, at: self.put_numbers(tile, fetched), lambda tile: self.fetch_numbers(head, tile, fetched),
         )  # fmt: skip

@@ -6,16 +6,17 @@ A workgroup *owns* rows of two matrices and passes over the rows of two *others*
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import log2
 from typing import Literal
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import bf16, f32, i32, u16, u32
-from aule.ops.attention.backward_parameters import BackwardBlock
+from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.combine.pieces import Piece, piece_of
-from aule.ops.scores.band import Scores
-from aule.ops.scores.tile_dropout import Place, TileDropout
+from aule.ops.scores.band import Place
+from aule.ops.scores.tile_dropout import TileDropout
 from aule.target import Target
 from aule.tile.common.math import LOG2E, NEG_INF
 from aule.tile.common.matrix import Matrix, divmod_const, padded
@@ -29,8 +30,6 @@ class GradientKernel(BackwardBlock):
     """The workgroup's own rows, scores and their gradients, and results."""
 
     vector_width = RUN
-    row0: Value
-    """The first row that the workgroup owns."""
     own: tuple[Matrix, Matrix]
     memory: Value
 
@@ -49,8 +48,8 @@ class GradientKernel(BackwardBlock):
         self.depths = tuple(padded(dim, SIZE) // SIZE for dim in (config.head_dim, config.value_dim))
 
     def finite(self, run: Value) -> Value:
-        """A run with zeros for Inf and NaN. dS of a dropped key is 0, and 0 times either is NaN; if the key is not
-        dropped, the log-sum-exp is NaN already."""
+        """A run with zeros for Inf and NaN: dS of a dropped key is 0, and 0 times either is NaN. If a row keeps the
+        key, its log-sum-exp is NaN already."""
         b, elem = self.b, self.engine.elem
         exponent = 0x7F80 if elem == bf16 else 0x7C00
         parts = []
@@ -63,26 +62,12 @@ class GradientKernel(BackwardBlock):
         self,
         S: FragmentTile,
         head: Value,
-        place: Callable[[int, int], tuple[Value, Value]],
+        place: Place,
         partial: Value | None,
         base: Callable[[int, int], Value],
     ) -> list[list[Value]] | None:
-        """Replace S by P.
-
-        Parameters
-        ----------
-        place : callable
-            Gives query row and key of an element.
-        partial : Value or None
-            Whether rows may drop keys of the tile; None without modifiers.
-        base : callable
-            Gives what is added to an element's scaled score.
-
-        Returns
-        -------
-        list of list of Value or None
-            The derivative of the softcap, if there is one.
-        """
+        """Replace S by P, with ``base`` to be added to each scaled score. ``partial`` is whether rows may drop keys of
+        the tile, or None without modifiers. Returns the derivative of the softcap, if there is one."""
         b, config = self.b, self.config
         if not config.folded:
             S.map(lambda s, r, c: s * self.scale)
@@ -102,18 +87,11 @@ class GradientKernel(BackwardBlock):
         kept: list[list[Value]] | None,
         guarded: bool = True,
     ) -> list[list[Value]]:
-        """DS of P and dP.
+        """Compute dS from P and dP, given the derivative ``slope`` of the softcap and the weights that dropout
+        ``kept``.
 
-        Parameters
-        ----------
-        delta : callable or None
-            Gives delta of an element's row; None if ``dp`` has it subtracted.
-        slope : list of list of Value or None
-            The derivative of the softcap.
-        kept : list of list of Value or None
-            The weights that dropout keeps.
-        guarded : bool
-            A weight of zero gives zero even if ``dp`` or ``slope`` is Inf or NaN, as V and K of dropped keys may be.
+        ``delta`` is None if dP has it subtracted. If ``guarded``, a weight of zero gives zero even if dP or slope is
+        Inf or NaN, as V and K of dropped keys may be.
         """
         b, zero = self.b, self.b.const(0.0, f32)
         result = []
@@ -142,11 +120,8 @@ class GradientKernel(BackwardBlock):
     def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
         """What is added to the scaled scores of a query row (minus its log-sum-exp), and its delta. For a row past the
         end, or one that keeps no key, the first is -inf, so that its weights are 0."""
-        b, scores = self.b, self.scores
-        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
-        at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
-        lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
-        empty = (row >= scores.seq_q) | b.eq(lse, NEG_INF)
+        b = self.b
+        lse, delta, empty = self.lse_and_delta(head, row)
         base = lse * -LOG2E
         if self.engine.excess > 1.0:  # P and dS have it and lose it when they become factors
             base = base + log2(self.engine.excess)
@@ -187,23 +162,17 @@ class GradientKernel(BackwardBlock):
 class KeysKernel(GradientKernel):
     """dK and dV of a block of keys. Tiles are transposed: their rows are keys, their columns query rows."""
 
-    kv_head: Value
-    block: Value
     piece: Piece | None
     """The workgroup's piece of the block, if several workgroups may share one."""
     numbers: Value
     """`row_numbers` of the query rows of a tile, in shared memory."""
 
-    def own_keys(self) -> None:
-        """Find the workgroup's keys."""
+    def open_block(self) -> None:
+        """Find the workgroup's keys and open its matrices."""
         b, config = self.b, self.config
         self.piece = piece_of(self.p, self.task) if config.last_wave else None
-        head_number, self.block = self.keys_of(self.task if self.piece is None else self.piece.number)
-        self.row0 = self.block * self.shape.block_q
-        batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
-        scores = self.scores = Scores(self.p, batch)
-        if config.packed:
-            self.exists = self.exists & (self.row0 < scores.seq_kv)
+        self.own_keys(None if self.piece is None else self.piece.number)
+        scores = self.scores
         self.own = (
             self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
             self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),
@@ -239,9 +208,7 @@ class KeysKernel(GradientKernel):
 
     def partial(self, row0: Value, key0: Value, keys: int, end: Value) -> Value:
         """Whether some of a tile's rows may drop some of ``keys`` keys from ``key0`` on."""
-        b, scores = self.b, self.scores
-        last = b.min(row0 + self.shape.block_kv, scores.seq_q) - 1
-        reach = scores.reach(row0 + scores.shift, last + scores.shift)
+        reach = self.scores.reach_of_rows(row0, self.shape.block_kv)
         # Keys past the end matter only for the sums of dQ.
         past = key0 + keys if self.config.sums else end
         return (key0 < reach.full_first) | (past > reach.full_end)
@@ -275,10 +242,7 @@ class KeysKernel(GradientKernel):
 
         for i, variables in enumerate(tile.vars):
             for j, variable in enumerate(variables):
-                if limited:
-                    with b.if_(col + j * arrangement.width < self.depths[0] * SIZE):
-                        add(i, j, variable.value)
-                else:
+                with b.if_(col + j * arrangement.width < self.depths[0] * SIZE) if limited else nullcontext():
                     add(i, j, variable.value)
 
     def store_results(self, dK: FragmentTile, dV: FragmentTile) -> None:

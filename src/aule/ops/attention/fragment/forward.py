@@ -14,7 +14,7 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import i32, u32
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.forward_memory import TileMemory
-from aule.ops.attention.fragment.forward_rows import QueryRows, dealt_out, goes_in_runs, store_runs
+from aule.ops.attention.fragment.forward_rows import QueryRows, can_deal_out, can_store_runs, store_runs
 from aule.ops.attention.fragment.tile_order import TilePlace
 from aule.ops.combine.pieces import pieces
 from aule.ops.softmax.online_softmax import LAG, SoftmaxState, follow
@@ -26,20 +26,19 @@ from aule.tile.fragment.nonfinite import added, sorted_out
 from aule.tile.fragment.rope import transfer_of
 from aule.tile.fragment.shape import row_stride
 
-Columns = Callable[[int], list[Value]]
+LeftFactors = Callable[[int], list[Value]]
 """Gives the left factors of the k-th 16 columns, one for each 16 rows."""
 
 _CHECKED_TOGETHER = 4
 """Edge tiles whose V is fetched together before it is checked; a causal mask has about as many."""
 
 
-def build_forward_fragment(config: FragmentConfig, target: Target, name: str) -> KernelIR:
-    """Trace the forward kernel of a configuration for a target with matrix units."""
-    return traced(FragmentForward, config, target, name)
-
-
-def traced(kind: type[FragmentForward], config: FragmentConfig, target: Target, name: str) -> KernelIR:
-    """Trace a kernel of a kind, for blocks or for pieces of blocks."""
+def build_forward_fragment(
+    config: FragmentConfig, target: Target, name: str, kind: type[FragmentForward] | None = None
+) -> KernelIR:
+    """Trace the forward kernel of a configuration for a target with matrix units, for blocks or for pieces of blocks;
+    ``kind`` if it is a special one."""
+    kind = kind or FragmentForward
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, arithmetic="quick")
     if config.pieces:
         with pieces(b) as piece:
@@ -77,16 +76,16 @@ class FragmentForward(TileMemory):
         if not self.shape.prefetch_scores or self.config.everywhere:
             self._pass_all()
             return
-        # Code for Inf and NaN between the products would leave the compiler fewer registers for them, so that it reads
-        # fragments one by one. It has a pass of its own.
+        # Code for Inf and NaN between the products takes registers, so that the compiler reads fragments one by one.
+        # It has a pass of its own.
         with b.if_(self._nonfinite_edges()):
-            self._pass_carefully()
+            self._pass_guarded()
         with b.else_():
             self.values_finite = True
             self._pass_all()
 
     def _pass_all(self) -> None:
-        """All tiles, those at the edges in a loop of their own."""
+        """Pass over all tiles, edge tiles in a loop of their own."""
         b, prefetched = self.b, None
         O, rows, q = self._begin()
         if self.shape.prefetch_scores:
@@ -109,8 +108,8 @@ class FragmentForward(TileMemory):
                 take(self.tiles.inside(tile), full=True)
         self._finish(O, rows)
 
-    def _pass_carefully(self) -> None:
-        """All tiles in one loop, with a slow product for Inf and NaN: rarely used, so in little code."""
+    def _pass_guarded(self) -> None:
+        """Pass over all tiles in one loop, with a slow product for Inf and NaN; rarely used, so in little code."""
         b = self.b
         O, rows, q = self._begin()
         count, tile = self.tiles.count, self.tiles.tile
@@ -119,7 +118,7 @@ class FragmentForward(TileMemory):
             self._pass(at, q, O, rows, full=False)
         self._finish(O, rows)
 
-    def _begin(self) -> tuple[FragmentTile, list[SoftmaxState], Columns]:
+    def _begin(self) -> tuple[FragmentTile, list[SoftmaxState], LeftFactors]:
         """O, the states of its rows and Q before the first tile, whose K is prefetched."""
         b = self.b
         O, rows = self._start_output()
@@ -128,14 +127,6 @@ class FragmentForward(TileMemory):
         with b.if_(start.more):
             self._start_tile(start.next, b.const(0, i32), full=False)
         return O, rows, q
-
-    def _start_output(self) -> tuple[FragmentTile, list[SoftmaxState]]:
-        """O and the states of its rows before the first key."""
-        rows = self._start_rows()
-        O = self.engine.tile(self.shape.rows, self.config.value_dim)
-        if self.config.sinks and self.piece is None:  # otherwise the sum of the pieces counts it
-            self._start_from_sink(rows)
-        return O, rows
 
     def _nonfinite_edges(self) -> Value:
         """Whether V holds Inf or NaN in an edge tile."""
@@ -148,22 +139,21 @@ class FragmentForward(TileMemory):
                 self._check(run, found)
         return b.workgroup_any(b.ne(found.value, 0))
 
-    def _pass(self, at: TilePlace, q: Columns, O: FragmentTile, rows: list[SoftmaxState], full: bool) -> None:
-        """One tile of keys."""
+    def _pass(self, at: TilePlace, q: LeftFactors, O: FragmentTile, rows: list[SoftmaxState], full: bool) -> None:
         nonfinite = self._await_keys(at, full)
         S = self._scores_of(q, self._memory_of(at.stage)[0])
         if self.shape.stages == 1:
             nonfinite = self._await_values(at, full)
         self._add_values(at, S, O, rows, nonfinite, full)
 
-    def _prefetch_scores(self, S: FragmentTile, tile: Value, q: Columns, full: bool) -> None:
+    def _prefetch_scores(self, S: FragmentTile, tile: Value, q: LeftFactors, full: bool) -> None:
         """Compute the scores of a tile whose K is prefetched, and prefetch its V."""
         self._await_only_keys(tile, full)
         for variables, new in zip(S.vars, self._scores_of(q, self.k_start).vars, strict=True):
             for variable, made in zip(variables, new, strict=True):
                 variable.value = made.value
 
-    def _scores_of(self, q: Columns, k_at: Value) -> FragmentTile:
+    def _scores_of(self, q: LeftFactors, k_at: Value) -> FragmentTile:
         b, engine, width = self.b, self.engine, self.engine.arrangement.width
         b.comment("S = Q K^T")
         S = engine.tile(self.shape.rows, self.shape.block_kv)
@@ -214,7 +204,7 @@ class FragmentForward(TileMemory):
 
     # -- products with V -------------------------------------------------------------------------------------------
 
-    def _multiply_values(self, O: FragmentTile, factors: Columns, v_at: Value) -> None:
+    def _multiply_values(self, O: FragmentTile, factors: LeftFactors, v_at: Value) -> None:
         engine, width = self.engine, self.engine.arrangement.width
         engine.multiply(
             O,
@@ -240,12 +230,12 @@ class FragmentForward(TileMemory):
 
     # -- rows of Q and O -------------------------------------------------------------------------------------------
 
-    def _load_q(self) -> Columns:
+    def _load_q(self) -> LeftFactors:
         """Bring in the block's rows of Q, some to stay in shared memory, the others in registers."""
         b, engine, shape = self.b, self.engine, self.shape
         if shape.prefetch_scores and self.q.rotary is None:
             transfer = engine.transfer(self.q, shape.block_q, self.memory)
-            if dealt_out(transfer):
+            if can_deal_out(transfer):
                 transfer.start(self.row0, b.const(0, i32), self.config.full_tiles)
                 self._clear_padding()
                 width = max(shape.piece(self.q.cols, self.v.cols), SIZE)  # if any pass
@@ -264,7 +254,7 @@ class FragmentForward(TileMemory):
         self._clear_padding()  # the first barrier of the loop shows the rest of Q, too
         return lambda k: load(k) if load is not None and k * SIZE < stays else fragments[k - stays // SIZE]
 
-    def _bring_columns(self, first: int, end: int, start: Value) -> Columns:
+    def _bring_columns(self, first: int, end: int, start: Value) -> LeftFactors:
         """Bring some columns of the block's rows of Q into shared memory from ``start`` on."""
         b, engine, shape = self.b, self.engine, self.shape
         transfer = transfer_of(engine, self.q.columns(b, first, end), shape.block_q, self.memory)
@@ -277,7 +267,7 @@ class FragmentForward(TileMemory):
 
     def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
         b, engine = self.b, self.engine
-        if not (self.shape.prefetch_scores and goes_in_runs(engine, out)):
+        if not (self.shape.prefetch_scores and can_store_runs(engine, out)):
             super()._store(O, values, out)
             return
         room = self.shape.tile_elements(self.config.head_dim, self.config.value_dim)

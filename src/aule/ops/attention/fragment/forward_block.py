@@ -9,7 +9,6 @@ Two things differ from the simt kernel:
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from math import log2
 
@@ -18,12 +17,13 @@ from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.tile_order import TileOrder
 from aule.ops.combine.pieces import LanePartials, Piece, lane_numbers
-from aule.ops.scores import modifiers as mod
 from aule.ops.scores.band import Scores, block_of
+from aule.ops.scores.modifiers import Modifier
 from aule.ops.scores.pages import PagedMatrix, Pages
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotating
 from aule.ops.scores.tile_dropout import Draw, TileDropout
+from aule.ops.shared.parameters import workgroup_number
 from aule.ops.shared.tickets import when_last
 from aule.ops.softmax.online_softmax import NegatedMaximum, SoftmaxState, finish, from_sink
 from aule.target import Target
@@ -45,8 +45,7 @@ class ForwardBlock(ABC):
         self.index: Scalar = i64 if config.index64 else i32
         p = self.p = Parameters(b, config, self.index)
         self.heads, self.blocks = p.number("heads_q"), p.number("blocks_q")
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        number = b.group_id(0) + b.group_id(1) * b.group_count(0) if piece is None else piece.number
+        number = workgroup_number(b) if piece is None else piece.number
         self.exists = number < p.number("blocks")
         self.head_number, self.block = self._find_block(number)
         self.row0 = self.block * shape.block_q
@@ -92,8 +91,7 @@ class ForwardBlock(ABC):
         unit, aligned = config.unit[number], config.aligned[number]
         if config.paging != "none" and name != "q":
             pool = p.matrix(name, b.const(0, i32), head, rows, cols, unit, aligned=aligned)
-            fields = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
-            return PagedMatrix(**fields, pages=Pages(p, batch), page_stride=p.number(f"{name}_stride0", self.index))
+            return PagedMatrix(**vars(pool), pages=Pages(p, batch), page_stride=p.number(f"{name}_stride0", self.index))
         first = self.scores.extent.first(name)
         return p.matrix(name, batch, head, rows, cols, unit, aligned=aligned, first=first)
 
@@ -102,10 +100,8 @@ class ForwardBlock(ABC):
         """Create the engine and divide up shared memory."""
 
     def _order_tiles(self) -> None:
-        b, shift = self.b, self.scores.shift
-        last_row = b.min(self.row0 + self.shape.block_q, self.scores.seq_q) - 1
-        reach = self.scores.reach(self.row0 + shift, last_row + shift)
-        self.tiles = TileOrder.of(b, reach, self.shape.block_kv, self.config.everywhere, self.piece)
+        reach = self.scores.reach_of_rows(self.row0, self.shape.block_q)
+        self.tiles = TileOrder.of(self.b, reach, self.shape.block_kv, self.config.everywhere, self.piece)
 
     # -- softmax ---------------------------------------------------------------------------------------------------
 
@@ -115,6 +111,15 @@ class ForwardBlock(ABC):
         m, l = engine.row_vars(self.lowest), engine.row_vars(self.b.const(0.0, f32))
         return [SoftmaxState(self.maximum, *row) for row in zip(m, l, strict=True)]
 
+    def _start_output(self, combining: bool = False) -> tuple[FragmentTile, list[SoftmaxState]]:
+        """O and the states of its rows before the first key. A sink is counted once: when pieces are combined, if there
+        are any."""
+        rows = self._start_rows()
+        O = self.engine.tile(self.shape.rows, self.config.value_dim)
+        if self.config.sinks and (self.piece is None or combining):
+            self._start_from_sink(rows)
+        return O, rows
+
     def _start_from_sink(self, rows: list[SoftmaxState]) -> None:
         """Count the sink before the first tile."""
         sink = self.b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", self.head))
@@ -122,16 +127,11 @@ class ForwardBlock(ABC):
         for row in rows:
             row.m.value, row.l.value = m, l
 
-    def _apply(self, modifiers: list[mod.Modifier], S: FragmentTile, key0: Value) -> None:
-        b, scores = self.b, self.scores
+    def _apply(self, modifiers: list[Modifier], S: FragmentTile, key0: Value) -> None:
         rows = [self.row0 + self.subgroup_row + S.row(r) for r in range(len(self.engine.part_rows) * len(S.vars))]
         columns = [key0 + S.col(c) for c in range(len(self.engine.part_cols) * len(S.vars[0]))]
-
-        def site(r: int, c: int) -> mod.Site:
-            return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
-
         for modifier in modifiers:
-            S.map(lambda s, r, c: modifier.apply(b, s, site(r, c)))  # noqa: B023
+            self.scores.apply(modifier, S, self.head, lambda r, c: (rows[r], columns[c]))
 
     def _highest(self, s: list[list[Value]]) -> list[Value]:
         """The largest scaled score of each row, of this lane's columns."""
@@ -225,10 +225,7 @@ class ForwardBlock(ABC):
         """Merge the partial results that lanes in the same place have left, and store the block's rows."""
         b = self.b
         assert self.piece is not None
-        rows = self._start_rows()
-        O = self.engine.tile(self.shape.rows, self.config.value_dim)
-        if self.config.sinks:
-            self._start_from_sink(rows)
+        O, rows = self._start_output(combining=True)
         with b.loop(0, self.piece.parts, name="part") as part:
             left = iter(self._partials.load(part))
             values = [[next(left) for _ in row] for row in O.values()]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import f32, i32
 from aule.ops.attention.config import FragmentConfig
-from aule.ops.attention.fragment.forward import FragmentForward, traced
+from aule.ops.attention.fragment.forward import FragmentForward, build_forward_fragment
 from aule.ops.attention.fragment.tile_order import TileOrder
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
@@ -23,8 +23,8 @@ MOST_BLOCKS = 1 << 20
 
 
 def build_forward_full_tiles(config: FragmentConfig, target: Target, name: str) -> KernelIR:
-    """Trace the forward kernel of a configuration that is ``full``."""
-    return traced(_Forward, config, target, name)
+    """Trace the forward kernel of a configuration with ``full_tiles``."""
+    return build_forward_fragment(config, target, name, _Forward)
 
 
 def reciprocals(problem: AttentionProblem, blocks_q: int) -> dict[str, float]:

@@ -16,11 +16,11 @@ from aule.tile.fragment.engine import Fragments
 from aule.tile.fragment.shape import RUN, row_stride
 from aule.tile.fragment.transfer import Transfer
 
-Columns = tuple[int, int, Value]
+ColumnRange = tuple[int, int, Value]
 """The first column, the end, and where in shared memory they begin."""
 
 
-def dealt_out(transfer: Transfer) -> bool:
+def can_deal_out(transfer: Transfer) -> bool:
     """Whether a transfer can serve `QueryRows`: a thread's runs lie in one column and wait in registers."""
     return transfer.regular and not transfer.direct and transfer.source.cols % SIZE == 0
 
@@ -29,7 +29,7 @@ class QueryRows:
     """Rows of Q that are fetched entire, with constant steps between addresses, and dealt out by columns: some stay in
     shared memory, the others pass through it into registers.
 
-    The transfer must be `dealt_out` and started.
+    The transfer must be `can_deal_out` and started.
     """
 
     def __init__(self, engine: Fragments, transfer: Transfer, subgroup_row: Value) -> None:
@@ -43,7 +43,7 @@ class QueryRows:
         b, shape = self.b, self.engine.shape
         cols = self.transfer.source.cols
         stays = shape.q_columns(cols)
-        waiting: list[Columns] = [(0, stays, b.const(0, i32))] if stays else []
+        waiting: list[ColumnRange] = [(0, stays, b.const(0, i32))] if stays else []
         resident = self._load(waiting[0]) if stays else None
         fragments: list[list[Value]] = []
         for first in range(stays, cols, width):
@@ -57,13 +57,13 @@ class QueryRows:
             self._put(waiting)
         return lambda k: resident(k) if resident is not None and k * SIZE < stays else fragments[k - stays // SIZE]
 
-    def _load(self, columns: Columns) -> Callable[[int], list[Value]]:
+    def _load(self, columns: ColumnRange) -> Callable[[int], list[Value]]:
         engine, (first, end, start) = self.engine, columns
         stride, rows = row_stride(end - first), range(0, engine.shape.rows, engine.arrangement.height)
         own = start + self.subgroup_row * stride
         return lambda k: [engine.load_left(self.transfer.memory, own, stride, row, k * SIZE - first) for row in rows]
 
-    def _put(self, places: list[Columns]) -> None:
+    def _put(self, places: list[ColumnRange]) -> None:
         """Store this thread's runs, which lie in one column, if the column is among consecutive ``places``."""
         b, transfer = self.b, self.transfer
         at, step = b.const(0, i32), b.const(0, i32)
@@ -76,7 +76,7 @@ class QueryRows:
                 b.store(transfer.memory, at + step * i, run)
 
 
-def goes_in_runs(engine: Fragments, out: Matrix) -> bool:
+def can_store_runs(engine: Fragments, out: Matrix) -> bool:
     """Whether `store_runs` can store O."""
     return out.aligned and out.col_stride is None and out.elem == engine.elem and out.cols % SIZE == 0
 
@@ -91,13 +91,7 @@ def store_runs(
     room: int,
 ) -> None:
     """Store a lane's elements of O through ``room`` elements of unused shared memory, from where neighbouring lanes
-    store neighbouring runs.
-
-    Parameters
-    ----------
-    row0, subgroup_row : Value
-        The block's first row, and the subgroup's in it.
-    """
+    store neighbouring runs. ``row0`` is the block's first row, and ``subgroup_row`` the subgroup's in it."""
     b, shape = engine.b, engine.shape
     width = out.cols
     while shape.block_q * row_stride(width) > room:

@@ -12,7 +12,6 @@ from aule.ops.attention.fragment.backward import build_backward_fragment
 from aule.ops.attention.plan.layout import Layout, view_scalars
 from aule.ops.attention.plan.scalars import (
     folded,
-    listed_options,
     problem_scalars,
     rotates_runs,
     row_scalars,
@@ -25,7 +24,7 @@ from aule.ops.attention.plan.tiles_backward import (
     choose_backward_warpgroups,
     choose_backward_wave,
 )
-from aule.ops.attention.prepass.mask_prepass import mask_steps
+from aule.ops.attention.prepass.mask_prepass import mask_prepass
 from aule.ops.attention.prepass.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.simt.backward import build_backward
@@ -85,28 +84,20 @@ def plan_backward(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles of the kernels.
-
-    Attributes
-    ----------
-    keys : SimtShape or FragmentShape
-        Of the kernel of dK and dV.
-    queries : SimtShape or FragmentShape or None
-        Of the kernel of dQ; None where that of dK and dV adds dQ up.
-    row_tiles : int
-        Tiles of the sums of one head's dQ.
-    clear : int
-        Elements of all sums of dQ, which are zero before.
-    """
+    """Tiles of the kernels."""
 
     keys: Shape
+    """Tiles of the kernel of dK and dV."""
     queries: Shape | None
+    """Tiles of the kernel of dQ; None if the kernel of dK and dV sums dQ."""
     row_tiles: int
+    """Tiles of the sums of one head's dQ."""
     clear: int
+    """Elements of all sums of dQ, which are cleared first."""
 
     @property
     def sums(self) -> bool:
-        """Whether the kernel of dK and dV adds dQ up."""
+        """Whether the kernel of dK and dV sums dQ."""
         return self.queries is None
 
 
@@ -118,7 +109,7 @@ def _choose_tiles(
     queries, keys = given
     in_runs = layout.aligned(_INPUTS, RUN)
     if all(in_runs) if problem.rope is None else can_rotate_before(problem) and all(in_runs[2:]):
-        # Rows that are put together on their way take registers that this kernel does not have.
+        # Assembling rows in registers takes more of them than this kernel has.
         keys = keys or choose_backward_warpgroups(target, problem.dtype, *dims)
     keys = keys or _fragments(problem, target, "sums" if adds else "keys")
     keys = keys or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
@@ -132,7 +123,7 @@ def _choose_tiles(
 
 
 def _fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
-    """Tiles of a kernel on matrix units; None where there are none, or where they cannot rotate."""
+    """Tiles of a kernel on matrix units; None if there are none, or if they cannot rotate."""
     shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of)
     if shape is None or problem.rope is None:
         return shape
@@ -141,7 +132,7 @@ def _fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentSh
 
 
 def _can_add(problem: AttentionProblem, target: Target) -> bool:
-    """Whether dQ may be added up by the kernel of dK and dV, and the device can."""
+    """Whether the kernel of dK and dV may sum dQ, and the device can."""
     if problem.deterministic or problem.packed is not None:
         return False
     if math.prod(problem.out_shape[:3]) * problem.head_dim // (2 - problem.head_dim % 2) > 2**31 - 1:
@@ -150,7 +141,7 @@ def _can_add(problem: AttentionProblem, target: Target) -> bool:
 
 
 def _sums_of_head(problem: AttentionProblem, shape: Shape) -> tuple[int, int]:
-    """How many tiles the sums of one head's dQ are, and the elements of each. The last may reach past the end."""
+    """The number of tiles of the sums of one head's dQ, and the elements of each; the last may reach past the end."""
     tiles = -(-problem.seq_q // shape.block_kv)
     if isinstance(shape, FragmentShape):
         return tiles * shape.block_kv // SIZE, -(-problem.head_dim // SIZE) * SIZE * SIZE
@@ -158,13 +149,13 @@ def _sums_of_head(problem: AttentionProblem, shape: Shape) -> tuple[int, int]:
 
 
 def _fits_sums(problem: AttentionProblem, target: Target, shape: Shape) -> bool:
-    """Whether a kernel of dK and dV with these tiles can add up dQ."""
+    """Whether a kernel of dK and dV with these tiles has room to sum dQ."""
     if isinstance(shape, FragmentShape):
         return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
     return shape.backward_bytes(max(problem.head_dim, problem.value_dim), sums=True) <= target.max_shared_bytes
 
 
-# -- configure ---------------------------------------------------------------------------------------------------------
+# -- configure, with scalars and grids ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -197,7 +188,7 @@ class _Draft:
         }  # fmt: skip
 
     def add_delta(self) -> None:
-        """The step that makes a number for each row of O and dO, and clears the sums of dQ."""
+        """Add the step that computes delta of each row and clears the sums of dQ."""
         problem, results = self.problem, ("o", "do")
         lanes = self.target.subgroup_sizes or (self.target.subgroup_size,)
         use = tuning.use(self.target, "attention.backward.delta")
@@ -213,7 +204,7 @@ class _Draft:
         self._add(config, build_delta, blocks, self.scalars | row_scalars(problem))
 
     def add_gradients(self, of: Literal["queries", "keys"], shape: Shape) -> None:
-        """The step of dQ, or that of dK and dV, and those that it needs before."""
+        """Add the step of dQ, or that of dK and dV, and the steps before it."""
         problem = self.problem
         heads, length = (problem.heads_q, problem.seq_q) if of == "queries" else (problem.heads_kv, problem.seq_kv)
         each = -(-length // shape.block_q)
@@ -235,7 +226,7 @@ class _Draft:
         if shape.warpgroups and problem.rope is not None:
             self._rotate(kernel)
         if shape.warpgroups and problem.mask is not None:
-            self._look_at_mask(kernel, shape)
+            self._classify_mask(kernel, shape)
         config = FragmentBackwardConfig(**kernel.options, folded=folded(problem))
         if config.of == "keys" and config.sums and config.keeps_all:
             wave = choose_backward_wave(self.target, shape)
@@ -250,7 +241,7 @@ class _Draft:
         self._add(config, build, blocks, kernel.scalars, kernel.renamed)
 
     def _rotate(self, kernel: _Kernel) -> None:
-        """Rotate q and k in steps of their own, since the kernel's copies pass by registers."""
+        """Rotate q and k in steps of their own, since the kernel copies rows past registers."""
         steps, space, rotated = rope_prepass(self.problem, self.layout.views, self.target, self.layout.aligned_base)
         self.steps += steps
         self.workspace |= space
@@ -260,19 +251,17 @@ class _Draft:
             kernel.options[name] = (True, True, *kernel.options[name][2:])
         kernel.options["rope_prepass"] = True
 
-    def _look_at_mask(self, kernel: _Kernel, shape: FragmentShape) -> None:
-        """Find out in steps of their own what the mask makes of each tile."""
+    def _classify_mask(self, kernel: _Kernel, shape: FragmentShape) -> None:
+        """Classify the tiles of the mask in steps of their own."""
         mask, aligned = self.layout.views["mask"], self.layout.starts_aligned("mask")
-        steps, space, found = mask_steps(
-            self.problem, mask, shape, self.target, True, kernel.options, self.scalars, aligned
-        )  # fmt: skip
-        self.steps += steps
-        self.workspace |= space
-        kernel.scalars |= found
-        kernel.options |= listed_options(self.problem) | {"index64": self.index64 or max(space.values()) > 2**31 - 1}
+        found = mask_prepass(self.problem, mask, shape, self.target, True, kernel.options, self.scalars, aligned)
+        self.steps += found.steps
+        self.workspace |= found.workspace
+        kernel.scalars |= found.scalars
+        kernel.options |= found.options
 
     def add_rounding(self) -> None:
-        """The step that rounds the sums of dQ."""
+        """Add the step that rounds the sums of dQ."""
         problem, clear = self.problem, self.tiles.clear
         threads = tuning.use(self.target, "attention.backward.round")["threads"]
         added_by = None if isinstance(self.tiles.keys, FragmentShape) else self.tiles.keys
@@ -299,8 +288,9 @@ def _in_quads(target: Target) -> bool:
     """Whether four components that are added together are two neighbours in each of two rows."""
     if added_together(target) != QUAD:
         return False
-    way = arrange(target)
-    return way.results.part_bits[:2] == ((0, 1), (SIZE // 2, 0)) and (way.height, way.width) == (SIZE, SIZE)
+    arrangement = arrange(target)
+    square = (arrangement.height, arrangement.width) == (SIZE, SIZE)
+    return square and arrangement.results.part_bits[:2] == ((0, 1), (SIZE // 2, 0))
 
 
 def _in_octets(target: Target) -> bool:
@@ -308,7 +298,7 @@ def _in_octets(target: Target) -> bool:
     of these components are another subgroup's width away."""
     if added_together(target) != 1:
         return False
-    way = arrange(target)
-    lanes, parts = way.results.lane_bits, way.results.part_bits
-    square = (way.height, way.width) == (SIZE, SIZE)
+    arrangement = arrange(target)
+    lanes, parts = arrangement.results.lane_bits, arrangement.results.part_bits
+    square = (arrangement.height, arrangement.width) == (SIZE, SIZE)
     return square and lanes[:2] == ((0, 2), (0, 4)) and (0, 1) in parts and (0, 8) in parts

@@ -11,7 +11,7 @@ from aule.ops.attention.build import build_forward
 from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.fragment.forward_full_tiles import MOST_BLOCKS, reciprocals
 from aule.ops.attention.plan.layout import Layout, view_scalars
-from aule.ops.attention.plan.scalars import folded, listed_options, problem_scalars, rotates_runs, score_options
+from aule.ops.attention.plan.scalars import folded, problem_scalars, rotates_runs, score_options
 from aule.ops.attention.plan.split import SplitBlocks, split_blocks
 from aule.ops.attention.plan.tiles import (
     Modifier,
@@ -22,7 +22,7 @@ from aule.ops.attention.plan.tiles import (
     choose_wave,
 )
 from aule.ops.attention.precision import refused
-from aule.ops.attention.prepass.mask_prepass import mask_steps
+from aule.ops.attention.prepass.mask_prepass import mask_prepass
 from aule.ops.attention.prepass.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.shared.plan import Plan, Step, grid_of
@@ -60,7 +60,7 @@ def plan_forward(
     tiles = shape or _choose_shape(problem, draft.layout, target)
     if problem.precision is not None and not rotates_runs(problem):
         raise InvalidArgumentError(
-            f"[flash_attention] expected rope of whole runs of {RUN} columns on matrix units, got "
+            f"[flash_attention] expected rope of full runs of {RUN} columns on matrix units, got "
             f"{problem.rope and problem.rope.dim} rotated columns; precision=None computes in fp32"
         )
     if problem.batch * problem.heads_q * problem.seq_q == 0:
@@ -82,7 +82,7 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
     masked = problem.mask is not None or problem.bias is not None
     in_runs = layout.aligned("qkv", RUN)
     if problem.precision is not None:
-        # Rows are rounded in registers, as strided ones are put together there; the tiles of tf32 reckon with that.
+        # Rows are rounded in registers, where strided rows are assembled; the tiles of tf32 allow for that.
         in_registers = problem.precision != "tf32" or not all(in_runs)
         rounded = choose_fragments(target, problem.precision, *dims, masked, in_registers)
         if rounded is None:
@@ -91,9 +91,9 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
     found: FragmentShape | None = None
     scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
     copied = all(in_runs) if problem.rope is None else can_rotate_before(problem) and in_runs[2]
-    # From so many scores on, two launches that look at a mask pay off.
+    # From so many scores on, two launches that classify the mask's tiles pay off.
     if copied and (problem.mask is None or scores >= tuning.number(target, "attention.forward.mask_prepass_scores")):
-        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), _length_of_all(problem))
+        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), _unmodified_length(problem))
     if found is None and rotates_runs(problem):
         rotated = problem.rope is not None
         found = choose_fragments(target, problem.dtype, *dims, masked, not all(in_runs), rotated)
@@ -108,8 +108,8 @@ def _modifier(problem: AttentionProblem) -> Modifier:
     return "nothing" if problem.mask in (None, "bool") else "mask"
 
 
-def _length_of_all(problem: AttentionProblem) -> int:
-    """How many rows and keys there are at least where every row keeps every key as it is; 0 elsewhere."""
+def _unmodified_length(problem: AttentionProblem) -> int:
+    """The smaller of the numbers of rows and keys if every row keeps every key unmodified; otherwise 0."""
     modified = problem.mask or problem.bias or problem.alibi or problem.softcap > 0 or problem.dropout_p > 0
     banded = problem.limits != (UNBOUNDED, UNBOUNDED)
     return 0 if modified or banded or problem.packed is not None else min(problem.seq_q, problem.seq_kv)
@@ -121,7 +121,7 @@ def _length_of_all(problem: AttentionProblem) -> int:
 class _Draft:
     """A plan in the making: steps before the kernel, their workspace, and scalars of the kernel.
 
-    Steps before the kernel may change what it finds: ``problem`` and ``layout`` are the kernel's own.
+    ``problem`` and ``layout`` are those of the kernel, after the steps before it.
     """
 
     def __init__(self, problem: AttentionProblem, layout: Layout, target: Target) -> None:
@@ -132,7 +132,7 @@ class _Draft:
         self.scalars: dict[str, int | float] = {}
 
     def rotate(self, shape: FragmentShape) -> None:
-        """Rotate q and k in steps of their own, where the kernel's copies pass by registers."""
+        """Rotate q and k in steps of their own if the kernel copies rows past registers."""
         if not shape.warpgroups or self.problem.rope is None:
             return
         steps, self.workspace, made = rope_prepass(
@@ -143,7 +143,7 @@ class _Draft:
         self.problem, self.renamed = replace(self.problem, rope=None), ROTATED
 
     def _count(self, shape: Shape) -> int:
-        """Put scalars together; returns the blocks of rows."""
+        """Collect scalars; returns the number of blocks of rows."""
         problem = self.problem
         blocks_q = -(-problem.seq_q // shape.block_q)
         blocks = blocks_q * problem.batch * problem.heads_q
@@ -174,7 +174,7 @@ class _Draft:
         options = self._options(RUN)
         if shape.warpgroups:
             if problem.mask is not None:
-                self._look_at_mask(shape, options)
+                self._classify_mask(shape, options)
             options |= self._warpgroup_options()
         config = FragmentConfig(**options, shape=shape, folded=folded(problem), factor=problem.precision)
         if shape.prefetch_scores and _plain(config, problem) and _full_tiles(problem, shape, blocks):
@@ -183,17 +183,14 @@ class _Draft:
             self.scalars |= reciprocals(problem, -(-problem.seq_q // shape.block_q))
         return config
 
-    def _look_at_mask(self, shape: FragmentShape, options: dict[str, Any]) -> None:
-        """Find out in steps of their own what the mask makes of each tile."""
+    def _classify_mask(self, shape: FragmentShape, options: dict[str, Any]) -> None:
+        """Classify the tiles of the mask in steps of their own."""
         mask, aligned = self.layout.views["mask"], self.layout.starts_aligned("mask")
-        steps, space, found = mask_steps(
-            self.problem, mask, shape, self.target, False, options, self.scalars, aligned
-        )  # fmt: skip
-        self.before += steps
-        self.workspace |= space
-        self.scalars |= found
-        options |= listed_options(self.problem)
-        options["index64"] = options["index64"] or max(space.values()) > 2**31 - 1
+        found = mask_prepass(self.problem, mask, shape, self.target, False, options, self.scalars, aligned)
+        self.before += found.steps
+        self.workspace |= found.workspace
+        self.scalars |= found.scalars
+        options |= found.options
 
     def _warpgroup_options(self) -> dict[str, Any]:
         problem = self.problem
@@ -207,7 +204,7 @@ class _Draft:
     # -- scalars and grid ----------------------------------------------------------------------------------------------
 
     def launched(self, config: Config, shape: Shape, split: SplitBlocks | None) -> Plan:
-        """The plan: steps before, and the kernel, whose blocks may be split along the keys."""
+        """The plan of the steps before and of the kernel, whose blocks may be split along the keys."""
         blocks, scratch = int(self.scalars["blocks"]), {}
         if split is not None:
             config, blocks = replace(config, pieces=True), split.workgroups
@@ -229,20 +226,20 @@ def _split(problem: AttentionProblem, config: Config, shape: Shape, target: Targ
 
 
 def _plain(config: Config, problem: AttentionProblem) -> bool:
-    """Whether all blocks of rows take as long, by a kernel that does no more than it must."""
+    """Whether rows are aligned, keep all keys and modify no scores, so that all blocks take equally long."""
     banded = config.left or config.right or problem.packed is not None
     return problem.modifiers == 0 and not banded and all(config.aligned)
 
 
 def _full_tiles(problem: AttentionProblem, shape: FragmentShape, blocks: int) -> bool:
-    """Whether a kernel for matrix units finds nothing but full tiles, as `FragmentConfig.full_tiles` says."""
+    """Whether a kernel on matrix units has only full tiles (`FragmentConfig.full_tiles`)."""
     lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0 < problem.seq_kv
     dims = problem.head_dim % SIZE == 0 and problem.value_dim % SIZE == 0
     return lengths and dims and problem.rope is None and problem.precision is None and blocks < MOST_BLOCKS
 
 
 def _dense_full_tiles(problem: AttentionProblem, layout: Layout, shape: SimtShape) -> bool:
-    """Whether rows follow each other in memory and are whole tiles, as `ForwardConfig.full_tiles` says."""
+    """Whether rows are dense in memory and fill all tiles (`ForwardConfig.full_tiles`)."""
     lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0
     known = not problem.packed and problem.rope is None and problem.head_dim % shape.chunk_k == 0
     views = layout.views
@@ -250,7 +247,7 @@ def _dense_full_tiles(problem: AttentionProblem, layout: Layout, shape: SimtShap
 
 
 def _few_keys(problem: AttentionProblem, target: Target) -> bool:
-    """Whether a band leaves so few keys to each row that tiles at its edges are too many for a loop of their own."""
+    """Whether a band leaves so few keys to each row that edge tiles are too many for a loop of their own."""
     left, right = problem.limits
     band = left + right + 1 if left != UNBOUNDED and right != UNBOUNDED else problem.seq_kv
     limited = left != UNBOUNDED or right != UNBOUNDED

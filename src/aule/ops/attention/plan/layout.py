@@ -19,7 +19,7 @@ class Layout:
     views : mapping
         Views by buffer name.
     aligned_base : mapping
-        Whether the memory of each starts at a multiple of 16 bytes; it does where nothing is said.
+        Whether the memory of each starts at a multiple of 16 bytes; True if missing.
     """
 
     views: Mapping[str, TensorView]
@@ -54,13 +54,13 @@ class Layout:
         return rope_options(self.views, run, self.aligned_base)
 
     def rotated(self, made: Mapping[str, TensorView]) -> Layout:
-        """The layout where fresh, aligned memory stands for some operands, and rope's tables are used up."""
+        """The layout after a prepass has rotated some operands into aligned memory; without rope's tables."""
         views = {name: made.get(name, view) for name, view in self.views.items() if name not in ("cos", "sin")}
         return Layout(views, {name: ok for name, ok in self.aligned_base.items() if name not in made})
 
 
 def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
-    """Whether rows can be read in whole runs that start at multiples of their length."""
+    """Whether rows can be read in aligned runs of ``run`` elements."""
     steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
     return view.strides[3] == 1 and view.shape[3] % run == 0 and all(s % run == 0 for s in [*steps, view.offset])
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.problem import FAR, UNBOUNDED, AttentionProblem
 from aule.ops.softmax.dropout import keep_scale, threshold
 from aule.target import Target
 from aule.tile.common.math import LOG2E
 from aule.tile.fragment.shape import RUN
 from aule.tuning import model
-
-FAR = 1 << 30
-"""Stands for an unlimited side of the window; sums with positions do not overflow."""
 
 
 def problem_scalars(problem: AttentionProblem, target: Target) -> dict[str, int | float]:
@@ -57,7 +54,7 @@ def _key_heads_together(problem: AttentionProblem, cached: int) -> int:
 
 
 def row_scalars(problem: AttentionProblem) -> dict[str, int | float]:
-    """Scalars that differ for kernels which go over rows without regard to sequences: packed ones are one sequence."""
+    """Scalars that differ in kernels over rows, for which packed sequences are one sequence."""
     return {} if problem.packed is None else {"seq_q": problem.packed[0]}
 
 
@@ -85,18 +82,13 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def listed_options(problem: AttentionProblem) -> dict[str, Any]:
-    """Fields of a `ScoreConfig` where a prepass has looked at the mask."""
-    return {"tiles_listed": True, "mask": "bits" if problem.mask == "bool" else problem.mask}
-
-
 def folded(problem: AttentionProblem) -> bool:
-    """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
+    """Whether the scale can be part of the exponent: it keeps the order of scores, and nothing is added to them."""
     added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
     return problem.scale > 0 and not added
 
 
 def rotates_runs(problem: AttentionProblem) -> bool:
-    """Whether kernels for matrix units can rotate as the problem says: they do whole runs of columns."""
+    """Whether kernels on matrix units, which rotate full runs of columns, can rotate Q and K."""
     rope = problem.rope
     return rope is None or (rope.dim if rope.interleaved else rope.half) % RUN == 0

@@ -90,15 +90,8 @@ class SplitBlocks:
 
 
 def split_blocks(blocks: int, tiles: int, units: int, wave: Wave) -> SplitBlocks | None:
-    """Split the blocks of a launch if they are fewer than the device runs at a time; None if it does not pay.
-
-    Parameters
-    ----------
-    blocks : int
-        Blocks of the launch, all of the same ``tiles`` of keys.
-    units : int
-        Compute units; 0 when unknown.
-    """
+    """Split the blocks of a launch, all of ``tiles`` tiles of keys, if they are fewer than the device runs at a time on
+    its compute ``units`` (0 if unknown); None if it does not pay."""
     slots = wave.resident * units
     if not 0 < blocks < slots:
         return None
@@ -132,15 +125,8 @@ class SplitLastWave:
 
 
 def split_last_wave(blocks: int, tiles: int, units: int, wave: Wave) -> SplitLastWave | None:
-    """Split the blocks of the last wave, if that wave is partial; None if it does not pay.
-
-    Parameters
-    ----------
-    blocks : int
-        Blocks of the launch, all of the same number of ``tiles``.
-    units : int
-        Compute units; 0 when unknown.
-    """
+    """Split the blocks of the last wave, if that wave is partial; None if it does not pay. Parameters as for
+    `split_blocks`."""
     slots = wave.resident * units
     rest = blocks % slots if slots else 0
     if not rest:

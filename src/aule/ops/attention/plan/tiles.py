@@ -3,7 +3,7 @@ shape fits a device and a problem."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -58,12 +58,8 @@ def choose_warpgroups(
     if not has_warpgroups(target, dtype) or not multiplies(target, dtype):
         return None
     facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "modifier": modifier, "length": length}
-
-    def fits(record: tuning.Record) -> bool:
-        return fragment_shape(record.use).shared_bytes(head_dim, value_dim) <= target.max_shared_bytes
-
-    record = tuning.find(target, WARPGROUP, facts, fits)
-    return fragment_shape(record.use) if record is not None else None
+    room = target.max_shared_bytes
+    return first_fitting(target, WARPGROUP, facts, lambda x: x.shared_bytes(head_dim, value_dim) <= room)
 
 
 def choose_fragments(
@@ -76,23 +72,29 @@ def choose_fragments(
     masked : bool
         There is a mask or a bias, whose indices take registers.
     strided : bool
-        Rows pass through registers on their way to shared memory, element by element.
+        Rows pass through registers into shared memory, element by element.
     rotated : bool
-        Columns of Q are rotated on their way, and so must stay together.
+        Columns of Q are rotated while they are read, and so must stay together.
     """
     if not multiplies(target, dtype):
         return None
     rows = "strided" if strided else "masked" if masked else "rotated" if rotated else "plain"
     itemsize = factor_elem(dtype).bits // 8
 
-    def fits(record: tuning.Record) -> bool:
-        shape = fitted(fragment_shape(record.use), target)
+    def fits(shape: FragmentShape) -> bool:
         shared = shape.shared_bytes(head_dim, value_dim, itemsize)
         return runs(shape, target) and shared <= target.max_shared_bytes
 
     facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "rows": rows}
-    record = tuning.find(target, FRAGMENT, facts, fits)
-    return fitted(fragment_shape(record.use), target) if record is not None else None
+    return first_fitting(target, FRAGMENT, facts, fits)
+
+
+def first_fitting(
+    target: Target, op: str, facts: Mapping[str, Any], fits: Callable[[FragmentShape], bool]
+) -> FragmentShape | None:
+    """The first shape on matrix units that the tables have for some facts and that fits, with the target's lanes."""
+    shapes = (fitted(fragment_shape(record.use), target) for record in tuning.matching(target, op, facts))
+    return next(filter(fits, shapes), None)
 
 
 def choose_full(target: Target, shape: FragmentShape) -> FragmentShape:
@@ -102,7 +104,7 @@ def choose_full(target: Target, shape: FragmentShape) -> FragmentShape:
 
 
 def choose_wave(target: Target, shape: SimtShape | FragmentShape) -> Wave | None:
-    """How many workgroups of a table's shape run at a time; None if nobody measured it."""
+    """How many workgroups of a table's shape run at a time; None if not measured."""
     return known_wave(target, FRAGMENT if isinstance(shape, FragmentShape) else SIMT, shape)
 
 

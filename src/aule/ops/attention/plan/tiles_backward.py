@@ -6,10 +6,10 @@ from aule import tuning
 from aule.errors import KernelError
 from aule.ir.types import PANEL
 from aule.ops.attention.plan.split import Wave
-from aule.ops.attention.plan.tiles import dims_facts, fragment_shape, known_wave, narrowed, runs, simt_shape
+from aule.ops.attention.plan.tiles import dims_facts, first_fitting, known_wave, narrowed, runs, simt_shape
 from aule.target import Target
 from aule.tile.fragment.arrangement import SIZE
-from aule.tile.fragment.engine import fitted, multiplies
+from aule.tile.fragment.engine import multiplies
 from aule.tile.fragment.shape import FragmentShape
 from aule.tile.simt.shape import SimtShape
 from aule.tile.warpgroup.engine import has_warpgroups
@@ -28,22 +28,18 @@ def choose_backward_fragments(
     if not multiplies(target, dtype):
         return None
 
-    def fits(record: tuning.Record) -> bool:
-        shape = fitted(fragment_shape(record.use), target)
+    def fits(shape: FragmentShape) -> bool:
         # A thread loads what belongs to one of the other rows.
         if not runs(shape, target) or shape.threads < shape.block_kv:
             return False
         even = all(-(-dim // SIZE) % shape.columns == 0 for dim in (head_dim, value_dim))
         return even and shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes
 
-    facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "of": of}
-    record = tuning.find(target, FRAGMENT, facts, fits)
-    return fitted(fragment_shape(record.use), target) if record is not None else None
+    return first_fitting(target, FRAGMENT, {"dtype": dtype, **dims_facts(head_dim, value_dim), "of": of}, fits)
 
 
 def choose_backward_wave(target: Target, shape: FragmentShape) -> Wave | None:
-    """How many workgroups with sums run at a time; None if nobody measured it, or partial sums could not be
-    combined."""
+    """How many workgroups with sums run at a time; None if not measured, or if partial sums cannot be combined."""
     return known_wave(target, FRAGMENT, shape) if target.device_fence else None
 
 
@@ -52,34 +48,21 @@ def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_
     if not (multiplies(target, dtype) and has_warpgroups(target, dtype)):
         return None
 
-    def fits(record: tuning.Record) -> bool:
-        shape = fragment_shape(record.use)
+    def fits(shape: FragmentShape) -> bool:
         # Warpgroups share dQ by panels of columns, of which each has at least one. If they have the same keys, they
         # share dK and dV by panels, too.
         enough = -(-head_dim // PANEL) >= shape.threads // 2 // shape.block_kv
         even = shape.columns == 1 or all(d % (shape.columns * PANEL) == 0 for d in (head_dim, value_dim))
         return enough and even and shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes
 
-    record = tuning.find(target, WARPGROUP, {"dtype": dtype, **dims_facts(head_dim, value_dim)}, fits)
-    return fragment_shape(record.use) if record is not None else None
+    return first_fitting(target, WARPGROUP, {"dtype": dtype, **dims_facts(head_dim, value_dim)}, fits)
 
 
 def choose_backward_shape(
     target: Target, inner: int, results: tuple[int, ...], sums: bool = False, modifiers: int = 0
 ) -> SimtShape:
-    """Tiles of a simt backward kernel.
-
-    Parameters
-    ----------
-    inner : int
-        The wider of the head dimensions.
-    results : tuple of int
-        Columns of each gradient that the kernel computes.
-    sums : bool
-        It adds up dQ, too.
-    modifiers : int
-        Steps between scores and softmax.
-    """
+    """Tiles of a simt backward kernel, for the wider head dimension (``inner``) and the columns of each gradient
+    (``results``); with ``sums`` the kernel sums dQ, too."""
 
     def fits(record: tuning.Record) -> bool:
         """``accumulators`` are the most registers of S, dP and the gradients (dQ's sums excepted) that a thread may

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, f32, i32
-from aule.ops.attention.backward_parameters import BackwardBlock
+from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import BackwardConfig
-from aule.ops.scores.band import Scores
+from aule.ops.scores.band import Place
 from aule.ops.scores.rotated_operands import quad_angles
 from aule.target import Target
 from aule.tile.common.math import LOG2E
@@ -109,7 +109,7 @@ class _Kernel(BackwardBlock):
         return _Phase(cols // shape.chunk_k, fetch, commit, multiply)
 
     def load_own(self, first: Matrix, second: Matrix, row: Value, scale: Value | None = None) -> None:
-        """Load the block's own rows if they are resident; the barrier of the first chunk shows them."""
+        """Load the block's own rows if they are resident; the barrier of the first chunk makes them visible."""
         if self.engine.q is not None and self.engine.own is not None:
             self.engine.load_resident(self.engine.q, first, row, scale)
             self.engine.load_resident(self.engine.own, second, row)
@@ -118,28 +118,25 @@ class _Kernel(BackwardBlock):
         self, tile: RegisterTile, right: Matrix, row: Value, scale: Value | None = None, finite: bool = False
     ) -> _Phase:
         """``tile += P right`` of the rows from ``row`` on, with P from `Simt.store_p`."""
-        engine, shape, stager = self.engine, self.shape, self.stager
-        piece = engine.row_chunk(right.cols)
-
-        def fetch(chunk: Value) -> None:
-            starts = engine.row_starts(piece, right, row + chunk * shape.chunk_v)
-            engine.fetch(stager, 0, piece, right, starts, self.b.const(0, i32), piece.cols)
-
-        def commit(chunk: Value) -> None:
-            rotated = None if right.rotary is None else (right.rotary, self.b.const(0, i32), piece.cols)
-            engine.commit(stager, 0, piece, scale, finite, rotated)
-
-        def multiply(chunk: Value) -> None:
-            engine.multiply_rows(tile, shape.p_padding, stager.offset.value, piece.cols, chunk)
-
-        return _Phase(shape.block_kv // shape.chunk_v, fetch, commit, multiply)
+        piece, first = self.engine.row_chunk(right.cols), self.b.const(0, i32)
+        return self._rows(tile, right, row, piece, first, scale, finite)
 
     def across(self, tile: RegisterTile, right: Matrix, row: Value, sums: TileSums, part: int) -> _Phase:
         """``tile += P^T right`` of one part of the columns of the rows from ``row`` on, with P from
         `Simt.store_p_transposed`. Inf and NaN count as zero."""
+        piece = Chunk(self.shape.chunk_v, sums.part_cols, 0, BankPadding(sums.part_cols))
+        first = self.b.const(part * sums.part_cols, i32)
+        return self._rows(tile, right, row, piece, first, None, True, transposed=True)
+
+    def _rows(
+        self, tile: RegisterTile, right: Matrix, row: Value, piece: Chunk, first: Value, scale: Value | None,
+        finite: bool, transposed: bool = False,
+    ) -> _Phase:  # fmt: skip
+        """``tile += P right``, or ``P^T right`` if ``transposed``, of the columns from ``first`` on."""
         engine, shape, stager = self.engine, self.shape, self.stager
-        piece = Chunk(shape.chunk_v, sums.part_cols, 0, BankPadding(sums.part_cols))
-        first, cols = self.b.const(part * sums.part_cols, i32), shape.value_cols(sums.dim)
+        cols = shape.value_cols(right.cols)
+        padding = shape.transposed_padding if transposed else shape.p_padding
+        rows = shape.block_q if transposed else shape.block_kv
 
         def fetch(chunk: Value) -> None:
             starts = engine.row_starts(piece, right, row + chunk * shape.chunk_v)
@@ -147,12 +144,12 @@ class _Kernel(BackwardBlock):
 
         def commit(chunk: Value) -> None:
             rotated = None if right.rotary is None else (right.rotary, first, cols)
-            engine.commit(stager, 0, piece, finite=True, rotated=rotated)
+            engine.commit(stager, 0, piece, scale, finite, rotated)
 
         def multiply(chunk: Value) -> None:
-            engine.multiply_rows(tile, shape.transposed_padding, stager.offset.value, piece.cols, chunk)
+            engine.multiply_rows(tile, padding, stager.offset.value, piece.cols, chunk)
 
-        return _Phase(shape.block_q // shape.chunk_v, fetch, commit, multiply)
+        return _Phase(rows // shape.chunk_v, fetch, commit, multiply)
 
     def run_phase(self, phase: _Phase, then: Callable[[], None]) -> None:
         """All chunks of a product, the first of which is prefetched; ``then`` prefetches what comes next."""
@@ -170,15 +167,9 @@ class _Kernel(BackwardBlock):
     # -- scores --------------------------------------------------------------------------------------------------------
 
     def weigh(
-        self,
-        S: RegisterTile,
-        head: Value,
-        place: Callable[[int, int], tuple[Value, Value]],
-        partial: Value,
-        lse: Callable[[int, int], Value],
+        self, S: RegisterTile, head: Value, place: Place, partial: Value, lse: Callable[[int, int], Value]
     ) -> RegisterTile | None:
-        """Replace S by P. ``place`` gives query row and key of a register, ``lse`` what to subtract. Returns the
-        derivative of the softcap, if there is one."""
+        """Replace S by P, with ``lse`` of each element. Returns the derivative of the softcap, if there is one."""
         b, slope = self.b, None
         bent = self.scores.modify(S, head, place, partial)
         if bent is not None:
@@ -187,11 +178,9 @@ class _Kernel(BackwardBlock):
         S.map(lambda s, r, c: b.exp2(s - lse(r, c)))
         return slope
 
-    def kept(
-        self, head: Value, place: Callable[[int, int], tuple[Value, Value]], strip: int, transposed: bool
-    ) -> list[list[Value]] | None:
-        """Which weights of a tile dropout keeps; None without dropout. ``place`` as for `weigh`. ``strip`` consecutive
-        keys are in consecutive registers, along a column of the tile if it is ``transposed``."""
+    def kept(self, head: Value, place: Place, strip: int, transposed: bool) -> list[list[Value]] | None:
+        """Which weights of a tile dropout keeps; None without dropout. ``strip`` consecutive keys are in consecutive
+        registers, along a column of the tile if it is ``transposed``."""
         dropout = self.scores.dropout()
         if dropout is None:
             return None
@@ -211,21 +200,12 @@ class _Kernel(BackwardBlock):
         delta: Callable[[int, int], Value],
         slope: RegisterTile | None,
         kept: list[list[Value]] | None,
-        keep: Callable[[Value, int, int], None] | None = None,
+        store_ds: Callable[[Value, int, int], None] | None = None,
     ) -> None:
-        """Replace dP by dS.
+        """Replace dP by dS, given the derivative ``slope`` of the softcap and the weights that dropout ``kept``.
 
-        V and K of a dropped key may hold Inf or NaN, and so may dP and the softcap's derivative; the weight of zero
-        decides.
-
-        Parameters
-        ----------
-        slope : RegisterTile, optional
-            The derivative of the softcap.
-        kept : list of list of Value, optional
-            The weights that dropout keeps.
-        keep : callable, optional
-            Receives the gradient of the scores as softmax got them, after the softcap.
+        ``store_ds`` receives the gradient of the scores after the softcap. Where the weight is zero, dS is zero even if
+        dP or slope is Inf or NaN, as V and K of a dropped key may be.
         """
         b = self.b
         if kept is not None:
@@ -238,8 +218,8 @@ class _Kernel(BackwardBlock):
             p, zero = weights[r][c], b.const(0.0, f32)
             dropped = b.eq(p, 0.0)
             ds = p * (dp - delta(r, c))
-            if keep is not None:
-                keep(b.select(dropped, zero, ds), r, c)
+            if store_ds is not None:
+                store_ds(b.select(dropped, zero, ds), r, c)
             return b.select(dropped, zero, ds if bends is None else ds * bends[r][c])
 
         dP.map(apply)
@@ -247,11 +227,8 @@ class _Kernel(BackwardBlock):
     def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
         """Log-sum-exp (base 2) and delta of a query row. A row past the end, or one that keeps no key, gets a
         log-sum-exp of +inf, so that its weights are 0."""
-        b, scores = self.b, self.scores
-        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
-        at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
-        lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
-        empty = (row >= scores.seq_q) | b.eq(lse, float("-inf"))
+        b = self.b
+        lse, delta, empty = self.lse_and_delta(head, row)
         return b.select(empty, b.const(float("inf"), f32), lse * LOG2E), delta
 
     def store(self, tile: RegisterTile, out: Matrix, row0: Value, factor: Value | None) -> None:
@@ -273,17 +250,11 @@ class _Queries(_Kernel):
 
     def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        head_number, block = self.rows_of(self.task)
-        self.row0 = block * self.shape.block_q
-        batch, self.head = head_number // self.heads, head_number % self.heads
-        self.scores = Scores(self.p, batch)
-        if config.packed:
-            self.exists = self.exists & (self.row0 < self.scores.seq_q)
-        kv_head = self.head // self.group
+        self.own_rows()
         scores = self.scores
         self.q = self.matrix("q", self.head, scores.seq_q, config.head_dim, 0)
-        self.k = self.matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
-        self.v = self.matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
+        self.k = self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1)
+        self.v = self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2)
         self.do = self.matrix("do", self.head, scores.seq_q, config.value_dim, 3)
         self.dq = self.gradient("dq", self.head, scores.seq_q, config.head_dim)
 
@@ -294,9 +265,7 @@ class _Queries(_Kernel):
         S, dP = engine.score_tile(zero), engine.score_tile(zero)
         dQ = engine.output_tile(self.config.head_dim, zero)
         numbers = [self.row_numbers(self.head, row0 + engine.row(r)) for r in range(shape.rows)]
-        last_row = b.min(row0 + shape.block_q, scores.seq_q) - 1
-        reach = scores.reach(row0 + scores.shift, last_row + scores.shift)
-        width = shape.block_kv
+        reach, width = scores.reach_of_rows(row0, shape.block_q), shape.block_kv
         first, last = reach.first // width, (reach.end + (width - 1)) // width
 
         def products(tile: Value) -> tuple[_Phase, _Phase, _Phase]:
@@ -325,27 +294,27 @@ class _Queries(_Kernel):
             b.comment("dS = P * (dO V^T - delta)")
             dP.fill(zero)
             self.run_phase(weight, lambda: result.fetch(first_chunk))
-            keep = self._keep_scores(S, key0) if self.config.scores else None
+            store_ds = self._ds_store(S, key0) if self.config.scores else None
             kept = self.kept(self.head, place, S.strip, transposed=False)
-            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, kept, keep)
+            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, kept, store_ds)
             b.comment("dQ = dQ + dS K")
             engine.store_p(S, dP.values())
             self.run_phase(result, lambda: products(tile + 1)[0].fetch(first_chunk))
         self.store(dQ, self.dq, row0, self.p.number("dq_factor", f32))
 
-    def _keep_scores(self, S: RegisterTile, key0: Value) -> Callable[[Value, int, int], None]:
+    def _ds_store(self, S: RegisterTile, key0: Value) -> Callable[[Value, int, int], None]:
         """A function that stores dS of the rows and keys that exist."""
         b, scores = self.b, self.scores
         out = self.p.buffer("ds", f32, "write")
         base = self.p.strided("ds", scores.batch, self.head)
         step = self.p.number("ds_row_stride", self.index)
 
-        def keep(ds: Value, r: int, c: int) -> None:
+        def store(ds: Value, r: int, c: int) -> None:
             row, key = self.row0 + S.row(r), key0 + S.col(c)
             with b.if_((row < scores.seq_q) & (key < scores.seq_kv)):
                 b.store(out, base + b.cast(row, self.index) * step + b.cast(key, self.index), ds)
 
-        return keep
+        return store
 
 
 class _Keys(_Kernel):
@@ -353,12 +322,7 @@ class _Keys(_Kernel):
 
     def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        head_number, block = self.keys_of(self.task)
-        self.key0 = block * self.shape.block_q
-        batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
-        self.scores = Scores(self.p, batch)
-        if config.packed:
-            self.exists = self.exists & (self.key0 < self.scores.seq_kv)
+        self.own_keys()
         scores = self.scores
         self.k = self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2)
@@ -366,15 +330,12 @@ class _Keys(_Kernel):
         self.dv = self.gradient("dv", self.kv_head, scores.seq_kv, config.value_dim)
 
     def run(self) -> None:
-        b, engine, shape, scores, key0 = self.b, self.engine, self.shape, self.scores, self.key0
+        b, engine, key0 = self.b, self.engine, self.row0
         zero = b.const(0.0, f32)
         S, dP = engine.score_tile(zero), engine.score_tile(zero)
         dK = engine.output_tile(self.config.head_dim, zero)
         dV = engine.output_tile(self.config.value_dim, zero)
-        width = shape.block_kv
-        end = b.min(key0 + shape.block_q, scores.seq_kv)
-        low, high = scores.rows_reaching(key0, end)
-        first, last = low // width, (high + (width - 1)) // width
+        first, last, end = self.row_tiles()
         self.load_own(self.k, self.v, key0)
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             self._pass(self.kv_head * self.group + member, first, last, end, S, dP, dK, dV)
@@ -386,7 +347,7 @@ class _Keys(_Kernel):
         S: RegisterTile, dP: RegisterTile, dK: RegisterTile, dV: RegisterTile,
     ) -> None:  # fmt: skip
         """Add the share of one query head's rows to the block's dK and dV."""
-        b, engine, shape, scores, key0 = self.b, self.engine, self.shape, self.scores, self.key0
+        b, engine, shape, scores, key0 = self.b, self.engine, self.shape, self.scores, self.row0
         zero, first_chunk, width = b.const(0.0, f32), b.const(0, i32), shape.block_kv
         q = self.matrix("q", head, scores.seq_q, self.config.head_dim, 0)
         do = self.matrix("do", head, scores.seq_q, self.config.value_dim, 3)
@@ -451,7 +412,7 @@ class _Keys(_Kernel):
         number = (self.scores.batch * self.heads + head) * self.p.number("row_tiles") + tile
         start = sums.start(engine, number, self.index)
         dQ = sums.tile(engine, b.const(0.0, f32))
-        phases = [self.across(dQ, self.k, self.key0, sums, part) for part in range(sums.parts)]
+        phases = [self.across(dQ, self.k, self.row0, sums, part) for part in range(sums.parts)]
         first_chunk = b.const(0, i32)
         self.run_phase(before, lambda: phases[0].fetch(first_chunk))
         b.comment("dQ = dQ + dS K")

@@ -8,6 +8,7 @@ from aule.ops.attention.config import DeltaConfig, RoundConfig
 from aule.ops.scores.config import ScoreConfig
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotary_of
+from aule.ops.shared.parameters import workgroup_number
 from aule.target import Target
 from aule.tile.common.matrix import QUAD, divmod_const, padded
 from aule.tile.fragment.arrangement import SIZE, added_together, arrange, place_in_block
@@ -20,7 +21,7 @@ def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
     index: Scalar = i64 if config.index64 else i32
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim), index)
     heads, seq_q, rows = p.number("heads_q"), p.number("seq_q"), p.number("rows")
-    thread = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
+    thread = workgroup_number(b) * config.threads + b.thread_id()
     number, lane = divmod_const(b, thread, config.lanes)
     inside = b.min(number, rows - 1)  # all lanes take part in a shuffle
     head_number, row = inside // seq_q, inside % seq_q
@@ -70,7 +71,7 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
     p = Parameters(b, scores, index)
     sums, out = p.buffer("dq_sum", f32), p.buffer("dq", elem, "write")
     factor, seq_q = p.number("dq_factor", f32), p.number("seq_q")
-    number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
+    number = workgroup_number(b) * config.threads + b.thread_id()
     line, strip = divmod_const(b, number, dim // run)
     with b.if_(line < p.number("rows")):
         head_number, row = line // seq_q, line % seq_q
@@ -102,7 +103,7 @@ def _build_round_quads(config: RoundConfig, target: Target) -> KernelIR:
     factor, seq_q, tiles = p.number("dq_factor", f32), p.number("seq_q"), p.number("row_tiles")
     rows, each = arrange(target).results.part_rows, 2
     distance = next(row for row in rows if row)
-    group = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * (config.threads * each)
+    group = workgroup_number(b) * (config.threads * each)
     # Rows of a head come in blocks of 16, of which the first eight stand for all.
     numbers = [group + (i * config.threads) + b.thread_id() for i in range(each)]
     found = []
@@ -140,7 +141,7 @@ def _build_round_octets(config: RoundConfig, target: Target) -> KernelIR:
     )  # fmt: skip
     arrangement, each = arrange(target), 2
     odd = arrangement.lanes << arrangement.results.part_cols.index(1)  # distance from the even to the odd columns
-    group = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * (config.threads * each)
+    group = workgroup_number(b) * (config.threads * each)
     numbers = [group + (i * config.threads) + b.thread_id() for i in range(each)]
     found = []
     for number in numbers:

@@ -94,7 +94,7 @@ def _softmax(engine: Simt, S: RegisterTile, O: RegisterTile, m: RowState, l: Row
 
 
 def _store(engine: Simt, block: Block, O: RegisterTile, m: RowState, l: RowState) -> None:
-    """Store O / l and the log-sum-exp, or what a piece of the block comes to."""
+    """Store O / l and the log-sum-exp, or the partial result of a piece of the block."""
     b, maximum = engine.b, Maximum(engine.b)
     total, maxima = engine.reduce_rows("add", l.load()), m.load()
     first, out = block.row0, block.o

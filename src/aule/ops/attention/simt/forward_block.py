@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8, u32
 from aule.ops.attention.config import ForwardConfig
@@ -10,6 +12,7 @@ from aule.ops.scores import modifiers as mod
 from aule.ops.scores.band import Extent, Scores, block_of
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import declare_tables, rotating
+from aule.ops.shared.parameters import workgroup_number
 from aule.ops.softmax.online_softmax import Maximum, from_sink
 from aule.tile.common.math import LOWEST, fold
 from aule.tile.common.matrix import Matrix
@@ -26,7 +29,7 @@ class Block:
     first_tile, last_tile : Value
         The tiles ``first_tile .. last_tile - 1`` hold every key that some row keeps.
     first_full, last_full : Value
-        In the tiles ``first_full .. last_full - 1`` every row keeps every key, mask and bias apart.
+        In the tiles ``first_full .. last_full - 1`` every row keeps every key unless mask or bias drop some.
     partials : RowPartials or None
         Where results go if the workgroup has only a piece of the block's keys.
     """
@@ -37,8 +40,7 @@ class Block:
         p = self.p = Parameters(b, config, self.index)
         self._declare()
 
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        number = b.group_id(0) + b.group_id(1) * b.group_count(0) if piece is None else piece.number
+        number = workgroup_number(b) if piece is None else piece.number
         blocks, total = p.number("blocks_q"), p.number("blocks")
         self.exists = number < total
         self.head_number, block = block_of(b, config, number, blocks, total, total // blocks)
@@ -78,9 +80,9 @@ class Block:
         for name, dtype in (("mask", config.mask), ("bias", config.bias)):
             if dtype:
                 p.buffer(name, u8 if dtype == "bool" else SCALARS[dtype])
-        for name, present, kind in (("alibi", config.alibi, f32), ("sinks", config.sinks, f32)):
-            if present:
-                p.buffer(name, kind)
+        for name in ("alibi", "sinks"):
+            if getattr(config, name):
+                p.buffer(name, f32)
         if config.dropout:
             p.buffer("seed", u32)
         if config.rope is not None:
@@ -122,18 +124,18 @@ class Block:
         self.last_full = reach.full_end // width
 
     def is_edge(self, tile: Value) -> Value:
-        """Whether some row drops some key of a tile, mask and bias apart."""
+        """Whether the band or the end of the sequence drops some key of a tile."""
         return (tile < self.first_full) | (tile >= self.last_full)
 
     @property
     def rows(self) -> Value:
-        """Rows that the block has."""
+        """Rows of the block that exist."""
         return self.b.min(self.scores.seq_q - self.row0, self.config.shape.block_q)
 
     # -- between the products --------------------------------------------------------------------------------------
 
     def start(self, maximum: Maximum, column: Value) -> tuple[Value, Value]:
-        """M and l before the first tile, for the thread that has a column."""
+        """Row state (m, l) before the first tile, in the thread with a column."""
         if self.sink is None:
             return self.b.const(LOWEST, f32), self.b.const(0.0, f32)
         return from_sink(maximum, self.sink, column)
@@ -141,11 +143,8 @@ class Block:
     def modify(self, S: RegisterTile, tile: Value, edge: Value) -> None:
         """Run the modifiers over a tile of scores; those that only drop keys run only at an ``edge``."""
         for modifier in self.modifiers:
-            if modifier.everywhere:
+            with nullcontext() if modifier.everywhere else self.b.if_(edge):
                 self._apply(S, modifier, tile)
-            else:
-                with self.b.if_(edge):
-                    self._apply(S, modifier, tile)
 
     def _apply(self, S: RegisterTile, modifier: mod.Modifier, tile: Value) -> None:
         scores = self.scores

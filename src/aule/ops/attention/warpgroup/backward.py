@@ -26,7 +26,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import PANEL, f32, i32, u32, u64
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import KeysKernel
-from aule.ops.attention.prepass.mask_prepass import TileList, keep
+from aule.ops.attention.prepass.tile_list import TileList, keep
 from aule.target import Target
 from aule.tile.common.matrix import divmod_const
 from aule.tile.fragment.arrangement import SIZE
@@ -46,28 +46,19 @@ def build_backward_warpgroup(config: FragmentBackwardConfig, target: Target) -> 
 
 @dataclass(frozen=True)
 class _Pass:
-    """The pass over the rows of one query head. Tiles are counted in the order in which they are taken.
-
-    Attributes
-    ----------
-    last : Value
-        The number of the tile after the last.
-    tile_list : TileList or None
-        With a mask, the list of tiles.
-    end : Value
-        The key after the block's last.
-    transfers : tuple of PanelTransfer
-        Fetch Q and dO.
-    fetched : list of Var
-        `row_numbers` of a tile that are prefetched.
-    """
+    """The pass over the rows of one query head. Tiles are counted in the order in which they are taken."""
 
     head: Value
     last: Value
+    """The number of the tile after the last."""
     tile_list: TileList | None
+    """The list of tiles, with a mask."""
     end: Value
+    """The key after the block's last."""
     transfers: tuple[PanelTransfer, PanelTransfer]
+    """Fetch Q and dO."""
     fetched: list[Var]
+    """Prefetched `row_numbers` of a tile."""
 
     def number(self, tile: Value) -> Value:
         """The number of a tile's rows; past the last tile, any."""
@@ -104,7 +95,7 @@ class _Keys(KeysKernel, ABC):
         self.stage_size = sum(panels.elements for panels in self.other_shapes)
         self.ds_start = self.other_start + shape.stages * self.stage_size
         self.memory = b.shared("tiles", engine.elem, shape.backward_elements(*dims))
-        self.own_keys()
+        self.open_block()
         self.mbarrier = b.shared("mbarrier", u64, 1)
         b.mbarrier_init(self.mbarrier)
         self.parity = b.var(b.const(0, i32), "parity")
@@ -128,16 +119,13 @@ class _Keys(KeysKernel, ABC):
         self.dK, self.dV = (engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
 
     def run(self) -> None:
-        b, shape, scores = self.b, self.shape, self.scores
-        width = shape.block_kv
-        end = b.min(self.row0 + shape.block_q, scores.seq_kv)
-        low, high = scores.rows_reaching(self.row0, end)
-        first, last = low // width, (high + (width - 1)) // width
+        b = self.b
+        first, last, end = self.row_tiles()
         self._load_own()
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             head, tile_list = self.kv_head * self.group + member, None
             if self.config.tiles_listed:
-                tile_list = TileList(self.p, scores.batch, head, self.block, shape)
+                tile_list = TileList(self.p, self.scores.batch, head, self.block, self.shape)
                 first, last = b.const(0, i32), tile_list.count
             with b.if_(first < last):
                 self._pass(head, first, last, end, tile_list)
@@ -146,7 +134,7 @@ class _Keys(KeysKernel, ABC):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _load_own(self) -> None:
-        """Load K and V; the first barrier of a pass shows them."""
+        """Load K and V; the first barrier of a pass makes them visible."""
         b, engine, shape = self.b, self.engine, self.shape
         if self.limited:  # dQ is computed from entire panels of K
             zero = b.splat(b.const(0, engine.elem), 8)
@@ -167,7 +155,6 @@ class _Keys(KeysKernel, ABC):
         return start, start + self.other_shapes[0].elements
 
     def _fetch(self, head_pass: _Pass, tile: Value) -> None:
-        """Start copying a tile's rows."""
         b, row0, at = self.b, head_pass.number(tile) * self.shape.block_kv, self._stage(tile)
 
         def start(full: bool) -> None:
@@ -180,7 +167,7 @@ class _Keys(KeysKernel, ABC):
             start(full=False)
 
     def _land(self, head_pass: _Pass, tile: Value, numbers: Value) -> None:
-        """Wait for a tile's rows and the row numbers of tile ``numbers``, which the next barrier shows to all."""
+        """Wait for a tile's rows and the row numbers of tile ``numbers``; the next barrier makes them visible."""
         for transfer, place in zip(head_pass.transfers, self._stage(tile), strict=True):
             transfer.finish(place)
         self.put_numbers(numbers, head_pass.fetched)
@@ -212,13 +199,12 @@ class _Keys(KeysKernel, ABC):
         self._start((self.dK, self.dV)[which], left, other, ROWS // SIZE, fresh=False)
 
     def _start_queries(self, ds_at: Value) -> None:
-        """``dQ = dS K``, this warpgroup's part."""
         left = PanelFactor(self.memory, ds_at + self.dq_panel * self.ds_shape.stride, self.ds_shape, transposed=True)
         k_at = self.own_start[0] + self.k_panel * self.own_shapes[0].stride
         right = PanelFactor(self.memory, k_at, self.own_shapes[0])
         self._start(self.dQ, left, right, self.shape.block_q // SIZE, fresh=True)
 
-    # -- the passage ---------------------------------------------------------------------------------------------------
+    # -- the pass over tiles -------------------------------------------------------------------------------------------
 
     def _pass(self, head: Value, first: Value, last: Value, end: Value, tile_list: TileList | None) -> None:
         """Add the share of one query head's rows to the block's dK and dV, and the block's share to their dQ."""
@@ -312,7 +298,7 @@ class _Keys(KeysKernel, ABC):
     def _gradients(
         self, p: list[list[Value]], at: _Sites, slope: list[list[Value]] | None, partial: Value
     ) -> list[list[Value]]:
-        """dS, once dP is there; guarded only if keys may be dropped."""
+        """dS, after the product for dP; guarded only if keys may be dropped."""
         b, dP, everywhere = self.b, self.dP, self.config.everywhere
         kept = None
         if self.config.dropout:

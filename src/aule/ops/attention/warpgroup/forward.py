@@ -6,7 +6,7 @@ share of the tile before; as soon as the scores are there, their softmax is comp
 Edge tiles come first. Where they are few, they have a loop of their own, one product after the other, which keeps Inf
 and NaN in V of dropped keys from O; the main loop has no code for that. Where they are many (``config.one_loop``), one
 loop takes all tiles, with a window in the order of the keys. It only looks for Inf and NaN, and a block that has any is
-computed again with care.
+computed again, guarded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import PANEL, f32, i32, u32, u64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.tile_order import TilePlace
-from aule.ops.attention.prepass.mask_prepass import TileList
+from aule.ops.attention.prepass.tile_list import TileList
 from aule.ops.attention.warpgroup.forward_scores import TileScores
 from aule.ops.softmax.online_softmax import LAG, SoftmaxState
 from aule.target import Target
@@ -53,8 +53,6 @@ class _State:
 
 
 class _Forward(TileScores):
-    """The forward pass of one workgroup."""
-
     def _lay_out(self, target: Target) -> Warpgroups:
         b, config, shape = self.b, self.config, self.shape
         engine = Warpgroups(b, target, shape, config.factor or config.dtype)
@@ -139,7 +137,7 @@ class _Forward(TileScores):
             with b.if_(b.workgroup_any(b.ne(self.found.value, 0))):
                 self._repeat(state)
         else:
-            self._pass_with_care(state, self.edges)
+            self._pass_guarded(state, self.edges)
             with b.if_(self.edges < self.count):
                 self._pass_over(state, self.edges)
         self._finish(O, rows)
@@ -172,7 +170,7 @@ class _Forward(TileScores):
             k_slot.value, v_slot.value = self._slot(k_slot.value, stages), self._slot(before, stages + 1)
             b.warpgroup_fence()
             self._start_scores(state.S, k_slot.value)
-            self._start_output(state, self._memory_of(before)[1])
+            self._start_values(state, self._memory_of(before)[1])
             # Everyone has read what the copies overwrite: K of the tile before, and V of the third before.
             self._prefetch(tiles, i, k_slot.value, v_slot.value)
             bits = self._mask_bits(tiles[0], i)
@@ -182,10 +180,10 @@ class _Forward(TileScores):
             self._softmax(state, tiles[0], row_terms, running=True)
         b.mbarrier_wait(self.mbarrier, 0, (self.count - (start + 1)) & 1)
         b.warpgroup_fence()
-        self._start_output(state, self._memory_of(v_slot.value)[1])
+        self._start_values(state, self._memory_of(v_slot.value)[1])
         b.warpgroup_wait()
 
-    def _pass_with_care(self, state: _State, end: Value) -> None:
+    def _pass_guarded(self, state: _State, end: Value) -> None:
         """The tiles up to the ``end``-th, one product after the other, with Inf and NaN of dropped keys kept from O."""
         b = self.b
         with b.loop(0, end, name="edge") as i:
@@ -204,11 +202,10 @@ class _Forward(TileScores):
                 self._multiply_nonfinite(state.O, state.P, key0, v_at)
             with b.else_():
                 b.warpgroup_fence()
-                self._start_output(state, v_at)
+                self._start_values(state, v_at)
                 b.warpgroup_wait()
 
     def _repeat(self, state: _State) -> None:
-        """Compute the block again, with care."""
         b = self.b
         for variable in state.O.vars[0]:
             variable.value = b.fragment_fill(self.engine.accumulator, 0.0)
@@ -218,7 +215,7 @@ class _Forward(TileScores):
             self._start_from_sink(state.rows)
         zero = b.const(0, i32)
         self._start_tile(self._tile(zero), zero, full=False)
-        self._pass_with_care(state, self.count)
+        self._pass_guarded(state, self.count)
 
     def _softmax(self, state: _State, tile: Value, row_terms: list[Value], running: bool = False) -> None:
         """P of a tile's scores, to each row of which its term is still to be added; ``running`` while a product adds to
@@ -271,7 +268,7 @@ class _Forward(TileScores):
         self.values.clear_padding(self.v_start, self.shape.stages + 1)
 
     def _slot(self, slot: Value, slots: int) -> Value:
-        """The slot of K or V after one, of so many."""
+        """The slot of K or V after ``slot``."""
         if slots & (slots - 1) == 0:
             return (slot + 1) & (slots - 1)
         return self.b.select(self.b.eq(slot, slots - 1), self.b.const(0, i32), slot + 1)
@@ -351,7 +348,7 @@ class _Forward(TileScores):
         self.engine.start_product(S.vars[0], queries, keys, self.k_depth, fresh=True)
         self.b.warpgroup_commit()
 
-    def _start_output(self, state: _State, v_at: Value) -> None:
+    def _start_values(self, state: _State, v_at: Value) -> None:
         values = PanelFactor(self.memory, v_at, self.v_panels)
         self.engine.start_product(state.O.vars[0], [x.value for x in state.P], values, len(state.P))
         self.b.warpgroup_commit()

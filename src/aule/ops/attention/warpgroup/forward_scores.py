@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from aule.ir import Value, Var
 from aule.ir.types import SCALARS, f32, i32, u32
 from aule.ops.attention.fragment.forward_memory import TileMemory
-from aule.ops.attention.prepass.mask_prepass import TileList, keep, words
+from aule.ops.attention.prepass.tile_list import TileList, keep, words
 from aule.ops.scores import modifiers as mod
 from aule.tile.common.math import LOG2E, NEG_INF
 from aule.tile.fragment.engine import FragmentTile

@@ -21,8 +21,7 @@ from aule.ops.attention.cpu.shapes import (
     wanted_splits,
 )
 from aule.ops.attention.plan.layout import view_scalars
-from aule.ops.attention.plan.scalars import FAR
-from aule.ops.attention.problem import UNBOUNDED
+from aule.ops.attention.problem import FAR, UNBOUNDED
 from aule.ops.combine.cpu import PartialLayout
 from aule.ops.decode.cpu.config import CpuDecodeConfig
 from aule.ops.decode.cpu.kernel import RUN, build_decode
