@@ -2,8 +2,7 @@
 
 from aule.tuning.lookup import find, matching, number, records, use
 from aule.tuning.own import own_records, trying
-from aule.tuning.record import Facts, Record
-from aule.tuning.tables import every, family_records
+from aule.tuning.record import Facts, Record, every, family_records
 
 __all__ = [
     "Facts",

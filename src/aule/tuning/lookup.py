@@ -12,8 +12,7 @@ from typing import Any
 from aule.target import Target
 from aule.tuning.family import families
 from aule.tuning.own import own_records
-from aule.tuning.record import Facts, Record
-from aule.tuning.tables import family_records
+from aule.tuning.record import Facts, Record, family_records
 
 
 def records(target: Target, op: str) -> tuple[Record, ...]:

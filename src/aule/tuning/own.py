@@ -14,8 +14,7 @@ from typing import Any
 
 from aule import store
 from aule.target import Target
-from aule.tuning.record import Record, by_op, parse
-from aule.tuning.tables import every
+from aule.tuning.record import Record, by_op, every, parse
 
 _known: dict[str, Mapping[str, tuple[Record, ...]]] = {}
 """Own records by file name, then by op."""

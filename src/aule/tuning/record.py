@@ -1,11 +1,15 @@
-"""Record: one tuned choice, and the conditions under which it applies."""
+"""Record: one tuned choice and the conditions under which it applies; the data files of the device families."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from importlib import resources
 from typing import Any
+
+_SUFFIX = ".jsonl"
 
 Facts = Mapping[str, Any]
 """A planner's facts about a problem and a device: plain values by name."""
@@ -62,3 +66,24 @@ def by_op(found: Iterable[Record]) -> dict[str, tuple[Record, ...]]:
     for record in found:
         grouped[record.op] = (*grouped.get(record.op, ()), record)
     return grouped
+
+
+# -- data files --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _file(family: str) -> Mapping[str, tuple[Record, ...]]:
+    file = resources.files(__package__) / f"{family}{_SUFFIX}"
+    return by_op(parse(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def family_records(family: str, op: str) -> tuple[Record, ...]:
+    """Return the records of an op in one family's data file; empty without a file."""
+    return _file(family).get(op, ())
+
+
+@functools.cache
+def every(op: str) -> tuple[Record, ...]:
+    """Return the records of an op in all data files."""
+    names = sorted(file.name for file in resources.files(__package__).iterdir() if file.name.endswith(_SUFFIX))
+    return tuple(record for name in names for record in family_records(name.removesuffix(_SUFFIX), op))
