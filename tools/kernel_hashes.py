@@ -63,7 +63,7 @@ class Plan:
 
     launches: Sequence[Launch]
     workspace: Mapping[str, int] = field(default_factory=dict)
-    zeroed: Mapping[str, int] = field(default_factory=dict)
+    scratch: Mapping[str, int] = field(default_factory=dict)
 
 
 # -- ADAPTERS: the only place that knows the planners. Change these when plans change ----------------------------------
@@ -410,7 +410,8 @@ def plan_hash(plan: Plan, launch: Launch, artifact: Artifact) -> str:
     """Digest of a launch: its grid, its scalars and its memory in the order of the kernel's parameters. Memory that the
     plan asks for counts by its size and place in the plan, other memory by its name."""
     sizes = {name: ("workspace", size) for name, size in plan.workspace.items()}
-    sizes |= {name: ("zeroed", size) for name, size in plan.zeroed.items()}
+    # "zeroed" and False are words of earlier plans: other ones would change every line of the list.
+    sizes |= {name: ("zeroed", size) for name, size in plan.scratch.items()}
     order = list(sizes)
     told: list[Any] = [tuple(launch.grid), False]
     for p in artifact.params:
