@@ -30,6 +30,12 @@ def _switch(name: str, default: str) -> bool:
     return chosen == "1"
 
 
+def _count(name: str, chosen: str) -> int:
+    if not (chosen.isascii() and chosen.isdigit()) or int(chosen) < 1:
+        raise InvalidArgumentError(f"[settings] expected {name} to be 1 or more, got {chosen!r}; change or unset it")
+    return int(chosen)
+
+
 def backend() -> str | None:
     """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``).
 
@@ -62,6 +68,11 @@ def disk_cache() -> bool:
     return _switch("AULE_DISK_CACHE", "1")
 
 
+def cache_size() -> int:
+    """``AULE_CACHE_SIZE``: largest size of the disk cache, a number of MiB; returned in bytes."""
+    return _count("AULE_CACHE_SIZE", os.environ.get("AULE_CACHE_SIZE") or "1024") << 20
+
+
 def cpu_features() -> str:
     """``AULE_CPU_FEATURES``: which instructions CPU kernels may use.
 
@@ -83,13 +94,7 @@ def num_threads() -> int | None:
     available to this process.
     """
     chosen = None if _missing(_NUM_THREADS) else os.environ.get("AULE_NUM_THREADS")
-    if not chosen:
-        return None
-    if not (chosen.isascii() and chosen.isdigit()) or int(chosen) < 1:
-        raise InvalidArgumentError(
-            f"[settings] expected AULE_NUM_THREADS to be 1 or more, got {chosen!r}; change or unset it"
-        )
-    return int(chosen)
+    return _count("AULE_NUM_THREADS", chosen) if chosen else None
 
 
 def omp_num_threads() -> int | None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aule import codegen
+from aule import codegen, store
 from aule.artifact import Artifact, Param
 from aule.engine import cache
 from aule.errors import InvalidArgumentError
 from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.plan.tiles import choose_shape
 from aule.runtime._refused import save_refused
+from aule.store import source
+from aule.store.source import code_digest
 
 ARTIFACT = Artifact(
     language="spirv",
@@ -44,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def entry_file(folder: Path) -> Path:
-    (file,) = [path for path in folder.rglob("*") if path.is_file()]
+    (file,) = [path for path in (folder / "kernels").rglob("*") if path.is_file()]
     return file
 
 
@@ -94,14 +97,14 @@ def test_a_truncated_entry_is_a_miss(folder: Path, keep: int) -> None:
 
 def test_a_whole_entry_of_another_program_is_a_miss(folder: Path) -> None:
     """The digest holds, the fields do not: a format of the future, or of somebody else."""
-    import hashlib
     import json
 
     key = cache.key("config")
     cache.save(key, ARTIFACT)
     header = json.dumps({"language": "ptx", "unknown": 1}).encode()
-    body = len(header).to_bytes(4, "little") + header
-    entry_file(folder).write_bytes(b"AULE1\n" + hashlib.sha256(body).digest() + body)
+    name = entry_file(folder).relative_to(folder).as_posix()
+    store.write(name, len(header).to_bytes(4, "little") + header)
+    assert store.read(name) is not None
     assert cache.load(key) is None
 
 
@@ -157,7 +160,7 @@ def test_a_read_only_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
             def refused(*args: Any, **options: Any) -> None:
                 raise PermissionError(errno.EACCES, "Permission denied", str(place))
 
-            monkeypatch.setattr(tempfile, "mkstemp", refused)
+            monkeypatch.setattr(os, "replace", refused)
         cache.save(key, replace(ARTIFACT, code=b"new"))
         assert cache.load(key) == ARTIFACT
     finally:
@@ -165,10 +168,10 @@ def test_a_read_only_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_failed_write_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(cache.os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     cache.save(cache.key("config"), ARTIFACT)
     assert [p for p in folder.rglob("*") if p.is_file()] == []
 
@@ -192,20 +195,53 @@ def test_the_key_holds_everything_that_decides(monkeypatch: pytest.MonkeyPatch) 
     assert cache.key(config, target) != before
 
 
-def test_the_fingerprint_changes_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in ("ir", "tile", "ops", "render"):
-        (tmp_path / "aule" / folder).mkdir(parents=True)
-    (tmp_path / "aule" / "artifact.py").write_text("")
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "aule" / "engine" / "cache.py"))
-    fingerprint = cache.source_fingerprint.__wrapped__
-    seen = {fingerprint()}
-    (tmp_path / "aule" / "ops" / "kernel.py").write_text("a = 1")
-    seen.add(fingerprint())
-    (tmp_path / "aule" / "ops" / "kernel.py").write_text("a = 2")
-    seen.add(fingerprint())
-    (tmp_path / "aule" / "ops" / "kernel.py").rename(tmp_path / "aule" / "tile" / "kernel.py")
-    seen.add(fingerprint())
-    assert len(seen) == 4
+def test_the_fingerprint_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "some_package" / "inner"
+    inner.mkdir(parents=True)
+    (inner.parent / "__init__.py").write_text("")
+    (inner / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def fingerprint() -> str:
+        importlib.invalidate_caches()
+        return code_digest("some_package", "aule.artifact")
+
+    seen = [fingerprint()]
+    assert fingerprint() == seen[0] != code_digest("some_package")
+    (inner / "kernel.py").write_text("a = 1")
+    seen.append(fingerprint())
+    (inner / "kernel.py").write_text("a = 2")
+    seen.append(fingerprint())
+    (inner / "kernel.py").rename(inner.parent / "kernel.py")
+    seen.append(fingerprint())
+    assert len(set(seen)) == 4
+
+
+def test_the_fingerprint_reads_all_modules_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that `import aule` leaves out, too."""
+    root = Path(source.__file__).parent.parent
+    rooms = [path for room in ("ir", "tile", "ops", "render") for path in (root / room).rglob("*.py")]
+    read: list[str] = []
+    monkeypatch.setattr(source, "_code", lambda spec: read.append(spec.origin) or b"")
+    cache.source_fingerprint.__wrapped__()
+    assert sorted(read) == sorted(str(path) for path in [*rooms, root / "artifact.py"])
+
+
+def test_the_fingerprint_of_code_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a frozen application: its program file stands for the code."""
+
+    class Loader:
+        pass
+
+    program = tmp_path / "program"
+    program.write_bytes(b"one build")
+    monkeypatch.setattr(sys, "executable", str(program))
+    spec = ModuleSpec("aule.artifact", Loader())  # type: ignore[arg-type]
+    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: spec)
+    before = code_digest("aule.artifact")
+    assert code_digest("aule.artifact") == before
+    program.write_bytes(b"another build")
+    assert code_digest("aule.artifact") != before
 
 
 WRITER = """

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from repository import ROOT
 
+from aule import store
 from aule.artifact import Artifact, Param
 from aule.errors import (
     AuleError,
@@ -601,12 +602,38 @@ def test_pipeline_cache_is_kept(device: VulkanDevice, cache: Path) -> None:
     data = device.pipeline_cache_data()
     device.close()
     (file,) = (cache / "vulkan").glob("*.bin")
-    assert file.read_bytes()[:32] == data[:32]
+    name = file.relative_to(cache).as_posix()
+    assert (store.read(name) or b"")[:32] == data[:32]
     file.write_bytes(b"\xff" * 100)
     again = VulkanDevice(facts(), 0)
     again.load(scale_artifact())
     again.close()
-    assert file.read_bytes()[:32] == data[:32]
+    assert (store.read(name) or b"")[:32] == data[:32]
+
+
+def test_the_driver_is_given_no_foreign_pipeline_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a driver runs comes from the checked store, even if it has the driver's own header."""
+    given: list[int] = []
+    info = api.VkPipelineCacheCreateInfo
+
+    def noting(**fields: Any) -> Any:
+        given.append(fields["initialDataSize"])
+        return info(**fields)
+
+    def use() -> bytes:
+        device = VulkanDevice(facts(), 0)
+        device.load(scale_artifact())
+        data = device.pipeline_cache_data()
+        device.close()
+        return data
+
+    monkeypatch.setattr(api, "VkPipelineCacheCreateInfo", noting)
+    size = len(use())
+    (file,) = (cache / "vulkan").glob("*.bin")
+    data = use()
+    file.write_bytes(data)
+    use()
+    assert given[1:] == [size, 0]
 
 
 def test_pipeline_cache_is_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,24 +8,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from dataclasses import asdict
-from pathlib import Path
 
 from aule import store
 from aule._version import __version__
 from aule.artifact import Artifact, Param
+from aule.store.source import code_digest
 
 
 @functools.cache
 def source_fingerprint() -> str:
-    """Return a digest of the package's source, so that a new version never reads an old one's kernels."""
-    root = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256(__version__.encode())
-    sources = [path for folder in ("ir", "tile", "ops", "render") for path in sorted((root / folder).rglob("*.py"))]
-    for path in [*sources, root / "artifact.py"]:
-        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    """Return a digest of the code that makes kernels, so that a new version never reads an old one's kernels."""
+    code = code_digest("aule.ir", "aule.tile", "aule.ops", "aule.render", "aule.artifact")
+    return hashlib.sha256(f"{__version__} {code}".encode()).hexdigest()[:16]
 
 
 def key(*parts: object) -> str:
@@ -50,7 +45,7 @@ def save(entry: str, artifact: Artifact) -> None:
 
 
 def _name(entry: str) -> str:
-    return os.path.join("kernels", entry[:2], entry)
+    return f"kernels/{entry[:2]}/{entry}"
 
 
 def _encode(artifact: Artifact) -> bytes:

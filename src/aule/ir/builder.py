@@ -35,7 +35,8 @@ from aule.ir.types import (
     with_element,
 )
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_HERE = os.path.dirname(sys._getframe().f_code.co_filename)
+"""This folder as frames name it: bytecode without source keeps the path that it was compiled from."""
 _FOLDED = frozenset({"add", "sub", "mul", "min", "max", "and", "or", "shl"})
 """Operations folded on integer constants while tracing: those of index arithmetic."""
 

@@ -20,11 +20,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from aule import store
 from aule.errors import BackendUnavailableError, InvalidArgumentError
+from aule.store.source import code_digest
 
 log = logging.getLogger("aule")
 
@@ -170,8 +170,8 @@ def machine(level: str) -> Machine:
 
 @functools.cache
 def _recipe() -> bytes:
-    """Hash this file, as part of the cache key: object code depends on how it was compiled."""
-    return hashlib.sha256(Path(__file__).read_bytes()).digest()
+    """Hash this module, as part of the cache key: object code depends on how it was compiled."""
+    return code_digest(__name__).encode()
 
 
 def load(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> Code:
@@ -181,7 +181,7 @@ def load(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> C
     in order. Raises `Refused` if LLVM rejects the code, or an entry or a symbol is missing.
     """
     key = hashlib.sha256(_recipe() + repr((made_for, text, entries)).encode()).hexdigest()
-    name = os.path.join("objects", key[:2], key)
+    name = f"objects/{key[:2]}/{key}"
     built = store.read(name)
     if built is None:
         start = time.perf_counter()

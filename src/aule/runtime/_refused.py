@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from aule import settings
+from aule import store
 
 _SUFFIXES = {"ptx": "ptx", "spirv": "spv", "opencl": "cl", "wgsl": "wgsl", "msl": "metal", "llvm": "ll"}
 
@@ -15,10 +15,5 @@ def save_refused(language: str, code: bytes) -> str | None:
     None if the directory is not writable: a read-only disk must not hide the driver's error.
     """
     name = f"{hashlib.sha256(code).hexdigest()[:16]}.{_SUFFIXES.get(language, language)}"
-    path = settings.cache_dir() / "refused" / name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(code)
-    except OSError:
-        return None
-    return str(path)
+    path = store.write_plain(f"refused/{name}", code)
+    return None if path is None else str(path)

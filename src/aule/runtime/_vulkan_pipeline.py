@@ -164,15 +164,11 @@ class Pipelines:
         self._cache = ctypes.c_uint64()
         self._saved = b""
         p = facts.properties
-        name = f"{p.vendorID:04x}-{p.deviceID:04x}-{bytes(p.pipelineCacheUUID).hex()}.bin"
-        self._path = settings.cache_dir() / "vulkan" / name
+        self._file = f"vulkan/{p.vendorID:04x}-{p.deviceID:04x}-{bytes(p.pipelineCacheUUID).hex()}.bin"
         self._create_cache()
 
     def _create_cache(self) -> None:
-        try:
-            data = self._path.read_bytes() if settings.disk_cache() else b""
-        except OSError:
-            data = b""
+        data = store.read(self._file) or b""
         if not self._cache_fits(data):
             data = b""
         info = api.VkPipelineCacheCreateInfo(
@@ -204,9 +200,9 @@ class Pipelines:
                 return
             data = self.cache_data()
             if data != self._saved and self._cache_fits(data):
-                store.write_atomically(self._path, data)
+                store.write(self._file, data)
                 self._saved = data
-        except (OSError, AuleError) as error:
+        except AuleError as error:
             log.debug("pipeline cache not saved: %s", error)
 
     def layout(self, artifact: Artifact) -> Layout:

@@ -1,0 +1,96 @@
+"""Keeping the disk cache small: the files that were not used for the longest time are removed first.
+
+Rarely, after a write, a process looks at all files. Several may do so at once, while others read and write: a removed
+file is a miss for those who read it later, and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+
+from aule.store.folder import TEMPORARY, Folder, Untrusted, open_folder
+
+_STAMP = "swept"
+"""File whose time says when the cache was last swept."""
+_EVERY = 3600.0
+"""Seconds between two sweeps. Temporary files of this age were left behind by a process that died."""
+_SHARE = 8
+"""A process sweeps earlier if it alone has written this part of the limit."""
+
+# The user may point the cache at a folder with other things in it: only what is named like a cache file is removed.
+# Records of `aule tune`, in tuned/, stay: they are small, and measuring them took minutes.
+_FOLDERS = re.compile(r"(kernels|objects)(/[0-9a-f]{2})?|vulkan|refused|tuned")
+_EVICTED = re.compile(
+    r"(kernels|objects)/([0-9a-f]{2})/\2[0-9a-f]{62}|vulkan/[0-9a-f-]{42,50}\.bin|refused/[0-9a-f]{16}\.[a-z]+"
+)
+
+_written = 0
+"""Bytes this process has written since it last swept."""
+
+
+def after_write(root: str, size: int, limit: int) -> None:
+    """Note that ``size`` bytes were written to the cache at ``root``, and sweep it if it is time."""
+    global _written
+    _written += size
+    if _written * _SHARE < limit and _age(os.path.join(root, _STAMP)) < _EVERY:
+        return
+    _written = 0
+    sweep(root, limit)
+
+
+def sweep(root: str, limit: int) -> None:
+    """Remove abandoned temporary files, and if the cache has more than ``limit`` bytes, its oldest files."""
+    with open_folder(root) as folder:
+        folder.write(_STAMP, b"")  # first, so that few processes sweep at the same time
+        now = time.time()
+        files = []
+        for name, status in _walk(folder, ""):
+            if name.rpartition("/")[2].startswith(TEMPORARY):
+                if now - status.st_mtime > _EVERY:
+                    _remove(root, name)
+            elif _EVICTED.fullmatch(name):
+                files.append((min(status.st_mtime, now), status.st_size, name))  # a clock may have been wrong
+    total = sum(size for _, size, _ in files)
+    if total <= limit:
+        return
+    for _, size, name in sorted(files):
+        _remove(root, name)
+        total -= size
+        if total <= limit * 3 // 4:  # room for the writes until the next sweep
+            return
+
+
+def _walk(folder: Folder, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Return relative names and states of the regular files in the cache's own folders."""
+    for name, status in folder.entries():
+        path = f"{prefix}{name}"
+        if prefix and stat.S_ISREG(status.st_mode):
+            yield path, status
+        elif stat.S_ISDIR(status.st_mode) and _FOLDERS.fullmatch(path):
+            try:
+                with folder.inner(name) as inner:
+                    yield from _walk(inner, f"{path}/")
+            except (OSError, Untrusted):
+                continue
+
+
+def _remove(root: str, name: str) -> None:
+    *folders, file = name.split("/")
+    try:
+        with open_folder(root, folders) as folder:
+            folder.remove(file)
+    except (OSError, Untrusted):
+        return
+
+
+def _age(path: str) -> float:
+    """Return the age of a file in seconds; infinity if it is missing or newer than now."""
+    try:
+        age = time.time() - os.stat(path).st_mtime
+    except OSError:
+        return float("inf")
+    return age if age >= -1 else float("inf")  # file systems round times
