@@ -112,7 +112,7 @@ def test_places() -> None:
     assert said and not wrong
 
 
-@pytest.mark.parametrize("page", [*PRESENT, "CHANGELOG.md", *NOTEBOOK])
+@pytest.mark.parametrize("page", [*PRESENT, "CHANGELOG.md", "SECURITY.md", *NOTEBOOK])
 def test_lines(page: str) -> None:
     """Tables have rows as long as they are."""
     lines = text_of(page).splitlines()

@@ -7,9 +7,11 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,60 @@ sys.exit(aule.cli.main())
     assert "numpy" in run_python(code, AULE_CACHE_DIR=str(tmp_path / "cache"), AULE_BACKEND="numpy").lower()
 
 
+# -- without files of source -------------------------------------------------------------------------------------------
+
+
+def zipped(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "aule.zip", "w") as archive:
+        for path in (ROOT / "src" / "aule").rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                archive.write(path, path.relative_to(ROOT / "src"))
+    return folder / "aule.zip"
+
+
+def bytecode(folder: Path) -> Path:
+    shutil.copytree(ROOT / "src" / "aule", folder / "aule", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-m", "compileall", "-b", "-q", "aule"], cwd=folder, check=True)
+    for path in (folder / "aule").rglob("*.py"):
+        path.unlink()
+    return folder
+
+
+PACKED = """
+import logging, sys
+logging.basicConfig(level=logging.WARNING)
+import numpy as np, aule
+from aule.engine import cache
+assert aule.__file__.startswith(sys.argv[1]), aule.__file__
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 33, 16), dtype=np.float32)
+p = np.exp(q @ k.swapaxes(-1, -2) / 4)
+expected = p / p.sum(-1, keepdims=True) @ v
+for backend in sys.argv[2:]:
+    assert np.abs(aule.flash_attention(q, k, v, causal=False, backend=backend) - expected).max() < 1e-5
+b = aule.ir.Builder("mine", 32)
+b.thread_id()
+print(cache.source_fingerprint(), *{op.where.file for op in b.finish().body})
+"""
+
+
+@pytest.mark.parametrize("packed", [zipped, bytecode])
+def test_the_package_needs_no_files_of_source(packed: Callable[[Path], Path], tmp_path: Path) -> None:
+    """From a zip file, and as bytecode alone: kernels are built, and found in the cache by the next process."""
+    place = packed(tmp_path)
+    backends = ["numpy", *(["cpu"] if importlib.util.find_spec("llvmlite") else [])]
+    environment = {**os.environ, "PYTHONPATH": str(place), "AULE_CACHE_DIR": str(tmp_path / "cache")}
+    seen = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", PACKED, str(place), *backends],
+            capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert done.stdout.endswith(" <string>\n"), "operations know the line of the user's kernel"
+        seen.append((done.stdout, sorted(path for path in (tmp_path / "cache").rglob("*") if path.is_file())))
+    assert seen[0] == seen[1] and (len(seen[0][1]) > 2) == (len(backends) > 1)
+
+
 def test_without_torch_the_error_says_so() -> None:
     code = """
 import sys
@@ -219,7 +275,7 @@ def test_readme_lists_every_error() -> None:
     assert set(re.findall(r"^\| `(\w+Error)`", README, re.MULTILINE)) == errors
 
 
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import logging
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -203,41 +202,42 @@ def test_the_fingerprint_changes_with_the_code(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
 
     def fingerprint() -> str:
-        importlib.invalidate_caches()
-        return code_digest("some_package", "aule.artifact")
+        return code_digest("some_package.inner", "aule.artifact")
 
     seen = [fingerprint()]
-    assert fingerprint() == seen[0] != code_digest("some_package")
+    assert fingerprint() == seen[0] != code_digest("some_package.inner")
+    (inner.parent / "other.py").write_text("a = 1")
+    assert fingerprint() == seen[0]
     (inner / "kernel.py").write_text("a = 1")
     seen.append(fingerprint())
     (inner / "kernel.py").write_text("a = 2")
     seen.append(fingerprint())
-    (inner / "kernel.py").rename(inner.parent / "kernel.py")
+    (inner / "kernel.py").rename(inner / "other.py")
     seen.append(fingerprint())
-    assert len(set(seen)) == 4
+    (inner / "more").mkdir()
+    (inner / "more" / "kernel.pyc").write_text("a = 2")
+    seen.append(fingerprint())
+    assert len(set(seen)) == 5
 
 
-def test_the_fingerprint_reads_all_modules_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that `import aule` leaves out, too."""
+def test_the_fingerprint_reads_all_code_that_makes_kernels() -> None:
+    """Modules that are not imported, too."""
     root = Path(source.__file__).parent.parent
-    rooms = [path for room in ("ir", "tile", "ops", "render") for path in (root / room).rglob("*.py")]
-    read: list[str] = []
-    monkeypatch.setattr(source, "_code", lambda spec: read.append(spec.origin) or b"")
-    cache.source_fingerprint.__wrapped__()
-    assert sorted(read) == sorted(str(path) for path in [*rooms, root / "artifact.py"])
+    for name in ("ir", "tile", "ops", "render"):
+        expected = sorted(path for path in (root / name).rglob("*.py"))
+        found = sorted(root.parent / path for path, _ in source._files(resources.files("aule"), "aule", [name]))
+        assert found == expected
+    for name in ("artifact", "runtime._cpu_llvm"):
+        (found,) = source._files(resources.files("aule"), "aule", name.split("."))
+        assert found[0] == f"aule/{name.replace('.', '/')}.py"
 
 
-def test_the_fingerprint_of_code_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_of_code_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a frozen application: its program file stands for the code."""
-
-    class Loader:
-        pass
-
     program = tmp_path / "program"
     program.write_bytes(b"one build")
     monkeypatch.setattr(sys, "executable", str(program))
-    spec = ModuleSpec("aule.artifact", Loader())  # type: ignore[arg-type]
-    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(source.resources, "files", lambda package: tmp_path / "nothing")
     before = code_digest("aule.artifact")
     assert code_digest("aule.artifact") == before
     program.write_bytes(b"another build")

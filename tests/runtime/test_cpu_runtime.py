@@ -513,6 +513,37 @@ def test_a_damaged_object_is_rebuilt(
     assert file.read_bytes() == intact
 
 
+def test_swapped_objects_are_rebuilt(
+    device: cpu.CpuDevice, objects: Path, compilations: list[tuple[str, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is intact; only its name says what it computes."""
+    for artifact in (COUNT, SLOW_COUNT):
+        counted(device, artifact, 10)
+    first, second = files(objects)
+    swapped = second.read_bytes(), first.read_bytes()
+    for file, data in zip((first, second), swapped, strict=True):
+        file.write_bytes(data)
+    with caplog.at_level("WARNING", "aule"):
+        for artifact in (COUNT, SLOW_COUNT):
+            counted(device, artifact, 10)
+    assert caplog.text.count("damaged") == 2 and len(compilations) == 4
+    assert (second.read_bytes(), first.read_bytes()) == swapped
+
+
+def test_objects_that_others_can_write_are_rebuilt(
+    device: cpu.CpuDevice, objects: Path, compilations: list[tuple[str, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    if os.name != "posix":
+        pytest.skip("needs modes of POSIX")
+    counted(device, COUNT, 10)
+    (file,) = files(objects)
+    file.chmod(0o666)
+    with caplog.at_level("WARNING", "aule"):
+        counted(device, COUNT, 10)
+        counted(device, COUNT, 10)
+    assert caplog.text.count("can be written by others") == 1 and len(compilations) == 2
+
+
 def test_a_cache_that_cannot_be_written(device: cpu.CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_bytes(b"")

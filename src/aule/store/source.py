@@ -3,42 +3,44 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
-import pkgutil
 import sys
-from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from importlib.machinery import all_suffixes
 from typing import Any
 
 
 def code_digest(*names: str) -> str:
     """Return a digest of the code of modules, and of all modules inside those that are packages.
 
-    Python's import system reads the code, so it may be source or bytecode, in folders or in a zip file.
+    The code may be source, bytecode or compiled, in folders or in a zip file.
     """
     digest = hashlib.sha256()
     for name in names:
-        for spec in _modules(importlib.util.find_spec(name)):
-            code = _code(spec)
-            digest.update(f"{spec.name} {len(code)}\n".encode() + code)
+        package, *inner = name.split(".")
+        for path, data in list(_files(resources.files(package), package, inner)) or [("", _application())]:
+            digest.update(f"{path} {len(data)}\n".encode() + data)
     return digest.hexdigest()
 
 
-def _modules(spec: ModuleSpec | None) -> Iterator[ModuleSpec]:
-    if spec is None:
-        return
-    yield spec
-    for found in sorted(pkgutil.iter_modules(spec.submodule_search_locations or [], f"{spec.name}.")):
-        finder: Any = found.module_finder
-        yield from _modules(finder.find_spec(found.name))
-
-
-def _code(spec: ModuleSpec) -> bytes:
-    loader: Any = spec.loader
+def _files(folder: Any, path: str, inner: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    """Return paths and contents of the code in a package, or in the module ``inner`` of it."""
     try:
-        return bytes(loader.get_data(loader.get_filename(spec.name)))
-    except (AttributeError, ImportError, OSError):
-        # Frozen into an application, whose loader gives nothing away: another build has another size or time.
-        status = os.stat(sys.executable)
-        return f"{status.st_size} {status.st_mtime_ns}".encode()
+        items = sorted(folder.iterdir(), key=lambda item: str(item.name))
+    except OSError:  # no such folder: the code is somewhere else
+        return
+    for item in items:
+        name = item.name
+        if name == "__pycache__" or (inner and name.partition(".")[0] != inner[0]):
+            continue
+        if item.is_dir():
+            yield from _files(item, f"{path}/{name}", inner[1:])
+        elif len(inner) < 2 and name.endswith(tuple(all_suffixes())):
+            yield f"{path}/{name}", item.read_bytes()
+
+
+def _application() -> bytes:
+    """Stand for code that cannot be found because it is frozen into an application: each build has a size and time."""
+    status = os.stat(sys.executable)
+    return f"{status.st_size} {status.st_mtime_ns}".encode()
