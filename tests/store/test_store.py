@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -11,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -317,6 +321,49 @@ def test_without_descriptors_of_folders(
     assert store.read(NAME) == BODY
     sweep.sweep(str(root), 1)
     assert not [path for path in root.rglob("*") if path.is_file() and path.name not in ("swept", "aside")]
+
+
+@posix
+@pytest.mark.parametrize("call", "open fstat read write close replace mkdir utime stat scandir unlink".split())
+def test_every_failing_file_operation_costs_speed_alone(root: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The n-th one fails, for every n."""
+    real, utime = getattr(os, call), os.utime
+    left = [-1]
+
+    def failing(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            if call == "close":
+                real(*args)  # a descriptor is closed even if that fails
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*args, **options)
+
+    monkeypatch.setattr(os, call, failing)
+    for n in range(1, 100):
+        shutil.rmtree(root, ignore_errors=True)
+        before = os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else []
+        left[0] = n
+        store.write(NAME, BODY)
+        first = store.read(NAME)
+        if first is not None:
+            utime(store.path(NAME), (0, 0))
+        second = store.read(NAME)
+        sweep_quietly(root)
+        fired, left[0] = left[0] <= 0, -1
+        assert {first, second} <= {BODY, None}
+        store.write(NAME, BODY)
+        assert store.read(NAME) == BODY
+        assert len(before) == len(os.listdir("/proc/self/fd")) or not before
+        assert not list(root.rglob(".tmp-*"))
+        if not fired:
+            assert n > 1 or call == "unlink", "nothing called it"
+            return
+    raise AssertionError("it fails for ever")
+
+
+def sweep_quietly(root: Path) -> None:
+    with contextlib.suppress(OSError):
+        sweep.sweep(str(root), 1)
 
 
 # -- size --------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Folder:
 
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            _close(self._descriptor)
 
     def inner(self, name: str, make: bool = False) -> Folder:
         """Open a folder in this one; ``make`` creates it if it is missing."""
@@ -103,7 +103,7 @@ class Folder:
                     os.utime(file if os.utime in os.supports_fd else path)
             return data
         finally:
-            os.close(file)
+            _close(file)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file under a temporary name and rename it: readers see the old file or the new one, never a part."""
@@ -180,7 +180,7 @@ def _open(place: str, path: str, within: int | None, follow: bool = False) -> Fo
     try:
         _check_owner(path, os.fstat(descriptor))
     except BaseException:
-        os.close(descriptor)
+        _close(descriptor)
         raise
     return Folder(path, descriptor)
 
@@ -202,6 +202,12 @@ def _check_owner(path: str, status: os.stat_result) -> None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         then = f"{_UNUSED}; chmod go-w {path}" if folder else _REBUILT
         raise Untrusted(path, f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})", then)
+
+
+def _close(descriptor: int) -> None:
+    """Close what was only read: an error then has no meaning."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _read(file: int, size: int) -> bytes:
