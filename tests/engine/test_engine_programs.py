@@ -130,7 +130,7 @@ def test_the_second_device_takes_the_kernel_from_disk() -> None:
 def test_a_damaged_entry_is_rebuilt_and_never_loaded(folder: Path) -> None:
     tracer, device = Tracer(), FakeDevice()
     programs.program(device, "config", tracer)
-    (file,) = [path for path in folder.rglob("*") if path.is_file()]
+    (file,) = [path for path in (folder / "kernels").rglob("*") if path.is_file()]
     intact = file.read_bytes()
     file.write_bytes(intact[:-3] + b"???")
     other = FakeDevice()
