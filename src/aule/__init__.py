@@ -31,6 +31,7 @@ if _TYPE_CHECKING:
     from aule.api.decode import cascade_attention, decode_attention, flash_attention_paged, merge_states
     from aule.api.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
     from aule.api.kvcache import KVCache
+    from aule.api.launch import Kernel, kernel, launch
     from aule.api.row_ops import (
         cross_entropy,
         geglu,
@@ -86,6 +87,7 @@ __all__ = [
     "InvalidDtypeError",
     "InvalidShapeError",
     "KVCache",
+    "Kernel",
     "KernelError",
     "LaunchError",
     "NoComputeQueueError",
@@ -110,7 +112,9 @@ __all__ = [
     "get_backend_info",
     "install",
     "installed",
+    "kernel",
     "kernels",
+    "launch",
     "layer_norm",
     "layer_norm_linear",
     "merge_states",
@@ -130,7 +134,17 @@ __all__ = [
 ]
 
 
-_HOMES = ("errors", "api.attention", "api.decode", "api.row_ops", "api.context", "api.info", "api.sdpa", "api.kvcache")
+_HOMES = (
+    "errors",
+    "api.attention",
+    "api.decode",
+    "api.row_ops",
+    "api.context",
+    "api.info",
+    "api.sdpa",
+    "api.kvcache",
+    "api.launch",
+)
 """Modules that define the names above."""
 
 

@@ -70,13 +70,21 @@ def test_vectors_take_scalars_along(b: Builder) -> None:
     verify(b.finish())
 
 
-def test_values_have_no_truth_and_keep_identity(b: Builder) -> None:
+def test_values_have_no_truth_and_are_found_by_identity(b: Builder) -> None:
     x = b.scalar("x", i32)
     with pytest.raises(TypeError, match="no truth at trace time"):
         if x < 1:
             pass
-    assert x == x and {x: 1}[x] == 1
+    assert {x: 1}[x] == 1 and x in {x}
+    with pytest.raises(TypeError, match="no truth at trace time"):
+        assert x in [b.const(1, i32)]
     assert repr(x) == "Value(x: i32)"
+
+
+def test_equality_is_an_operation(b: Builder) -> None:
+    x = b.scalar("x", i32)
+    same, other = x == 1, x != b.const(2, i32)
+    assert [same.op.opcode, other.op.opcode] == ["eq", "ne"]  # type: ignore[attr-defined]
 
 
 # -- folding -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command line: ``aule info | check | tune | show``.
+"""The command line: ``aule info | check | bench | tune | show``.
 
 ADD A COMMAND HERE: a module with ``add_arguments(parser)`` and ``run(args) -> int``.
 """
@@ -17,6 +17,7 @@ from aule.errors import AuleError
 COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("info", "aule.cli.info", "list devices, the default one, and why other backends are unavailable"),
     ("check", "aule.cli.check", "compare attention on every device with the fp64 reference, with errors and times"),
+    ("bench", "aule.cli.bench", "measure attention, decoding and row operations, beside PyTorch where it is there"),
     ("tune", "aule.cli.tune", "measure the fastest tiles on a device and keep them for later calls"),
     ("show", "aule.cli.show", "print the source of a kernel in any language, or its IR"),
 )

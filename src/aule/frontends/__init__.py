@@ -1,8 +1,8 @@
 """Front ends, one per kind of array, tried in order (ADD A FRONT END HERE).
 
 A front end is a module with ``accepts(array) -> bool`` and ``flash_attention``, ``flash_attention_varlen``, ``decode``,
-``merge_states``, ``row_op`` (every row operation) and ``to_precision``; `aule.frontends.dlpack` is the shortest.
-`front_end` imports only those that the array could belong to: a tensor exists only when torch is loaded.
+``merge_states``, ``row_op`` (every row operation), ``launch`` and ``to_precision``; `aule.frontends.dlpack` is the
+shortest. `front_end` imports only those that the array could belong to: a tensor exists only when torch is loaded.
 """
 
 from __future__ import annotations

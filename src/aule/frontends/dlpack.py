@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from aule.errors import DeviceMismatchError, InvalidDtypeError
 from aule.frontends import numpy as numpy_front_end
+from aule.ir import KernelIR
 from aule.ops.attention.varlen import OP
 from aule.ops.catalogue import CATALOGUE
 from aule.options import AttentionOptions, DecodeOptions
+from aule.runtime.base import Grid
 
 _HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
 
@@ -63,6 +66,12 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     given = (_host(x, name, "merge_states", "o_a") for x, name in named)
     merged: tuple[Any, Any] = _back(numpy_front_end.merge_states(*given), o_a)
     return merged
+
+
+def launch(kernel: KernelIR, grid: Grid, args: Sequence[Any], backend: str | None) -> None:
+    """Launch a kernel on DLPack arrays and numbers; arrays that it writes must be writable through DLPack."""
+    given = [_host(x, param.name, "launch") if accepts(x) else x for param, x in zip(kernel.params, args, strict=True)]
+    numpy_front_end.launch(kernel, grid, given, backend)
 
 
 def to_precision(array: Any, precision: str) -> Any:

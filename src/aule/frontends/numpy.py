@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from aule.backends import registry
 from aule.engine.attention import forward_on_host, host_device
+from aule.engine.launch import on_host as launch_on_host
 from aule.engine.memory import STORED
 from aule.engine.row_ops import host_device as row_op_device
 from aule.engine.row_ops import on_host
 from aule.errors import InvalidDtypeError, InvalidShapeError
+from aule.ir import KernelIR
 from aule.ops.attention.validate import attention_problem
 from aule.ops.attention.varlen import OP, varlen_problem
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.shared.checks import FLOAT_DTYPES, checked_dropout, checked_seed
 from aule.ops.softmax.dropout import fresh_seed, seed_words
 from aule.options import AttentionOptions, DecodeOptions
+from aule.runtime.base import Grid
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
@@ -259,3 +264,11 @@ def checked_out(out: object, shape: tuple[int, ...], dtype: str, op: str = "flas
 def _required(lse: Array | None) -> Array:
     assert lse is not None
     return lse
+
+
+# -- kernels of the user's own -----------------------------------------------------------------------------------------
+
+
+def launch(kernel: KernelIR, grid: Grid, args: Sequence[Any], backend: str | None) -> None:
+    """Launch a kernel on NumPy arrays and numbers."""
+    launch_on_host(kernel, grid, args, registry.choose(backend))

@@ -22,6 +22,13 @@ def divergent_barriers(kernel: KernelIR) -> Iterator[tuple[Op, Op]]:
     yield from analysis.barriers
 
 
+def uniform_values(kernel: KernelIR) -> set[Value]:
+    """All values that are known to be uniform."""
+    analysis = _Analysis(kernel)
+    analysis.run()
+    return analysis.uniform
+
+
 class _Analysis:
     """Visits values in program order, repeatedly until no more variables turn out to be divergent."""
 

@@ -80,7 +80,9 @@ class Value:
     __le__ = _operator("le")[0]
     __gt__ = _operator("gt")[0]
     __ge__ = _operator("ge")[0]
-    # ``==`` stays identity, so that values can be dictionary keys; kernels use b.eq(x, y).
+    __eq__ = _operator("eq")[0]  # type: ignore[assignment]
+    __ne__ = _operator("ne")[0]  # type: ignore[assignment]
+    __hash__ = object.__hash__  # dictionaries and sets find a value by identity before they compare it
 
     def __neg__(self) -> Value:
         assert self.builder is not None

@@ -5,9 +5,9 @@ The entry point is ``void entry(ptr args, ptr next, i64 total, i64 chunk, i32 nx
 workgroups shared by all CPU threads of a launch: each thread takes ``chunk`` of the ``total`` until none are left.
 Workgroup x + nx * (y + ny * z) is the one at (x, y, z).
 
-A CPU thread runs the threads of a workgroup one after the other, so they cannot wait for each other: either a workgroup
-has one thread, or the kernel has no barriers and no shared memory. Parallelism within a core comes from vectors. In a
-workgroup of one thread, shared memory is private, a barrier does nothing, and a subgroup is the thread.
+A CPU thread runs the threads of a workgroup one after the other; where they wait for each other, the pass
+`threads_in_turn` has made one thread of them before. Fast kernels have workgroups of one thread and use vectors. There,
+shared memory is private, a barrier does nothing, and a subgroup is the thread.
 
 The text names no machine: the caller sets data layout and triple, and compiles with the features of the Target.
 ``floor`` without SSE4.1, ``log2``, ``sin`` and ``cos`` call libm; nothing else is called.
@@ -24,7 +24,7 @@ from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
-from aule.ir.passes import soft_half
+from aule.ir.passes import soft_half, threads_in_turn
 from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, element, f16, i32, lanes_of
 from aule.render import _llvm_math
 from aule.render._llvm_emitter import Emitter, literal, llvm_type, refuse
@@ -48,11 +48,16 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     """Write a verified kernel as LLVM IR for ``target.arch`` ("x86_64" or "aarch64").
 
     ``extensions`` of target and artifact are LLVM feature names: those of the CPU, and those that the code requires.
-    A KernelError rejects kernels with cooperating threads, matrix fragments or intrinsics of another language.
+    A KernelError rejects kernels with clusters, matrix fragments, asynchronous copies or another language's intrinsics.
     """
     if target.arch not in _ARCHITECTURES:
         raise KernelError(f"[llvm] expected a target for {' or '.join(_ARCHITECTURES)}, got arch {target.arch!r}")
-    _check(kernel)
+    if kernel.cluster > 1:
+        raise KernelError(
+            f"[llvm] kernel {kernel.name}: expected no cluster, got one of {kernel.cluster}; PTX has them"
+        )
+    if _cooperates(kernel):
+        kernel = threads_in_turn(kernel)
     processor = _llvm_math.Processor(target.arch, frozenset(target.extensions))
     soft = {bf16} if processor.halves else {bf16, f16}
     lowered = kernel
@@ -77,23 +82,14 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     )
 
 
-def _check(kernel: KernelIR) -> None:
-    """Reject kernels in which threads or workgroups cooperate."""
-    if kernel.cluster > 1:
-        raise KernelError(
-            f"[llvm] kernel {kernel.name}: expected no cluster, got one of {kernel.cluster}; PTX has them"
-        )
+def _cooperates(kernel: KernelIR) -> bool:
+    """Whether threads of a workgroup share memory, wait for each other or exchange values."""
     if kernel.workgroup == 1:
-        return
-    remedy = "trace it with a workgroup of 1, whose parallelism is that of its vectors"
-    if kernel.shared:
-        raise KernelError(
-            f"[llvm] kernel {kernel.name}: expected a workgroup of 1 thread with shared memory, got "
-            f"{kernel.workgroup} threads that share {kernel.shared[0].hint}; {remedy}"
-        )
-    for op in kernel.walk():
-        if OPS[op.opcode].category in ("sync", "subgroup") or op.opcode in ("lane_id", "subgroup_id"):
-            raise refuse(op, "a workgroup of 1 thread", f"{kernel.workgroup} threads", remedy)
+        return False
+    ops = kernel.walk()
+    return bool(kernel.shared) or any(
+        OPS[op.opcode].category in ("sync", "subgroup") or op.opcode in ("lane_id", "subgroup_id") for op in ops
+    )
 
 
 # -- the entry point ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from aule.frontends.torch.attention import Forward, repeat_key
 from aule.frontends.torch.autograd import attention, varlen
 from aule.frontends.torch.autograd import row_ops as row_gradients
 from aule.frontends.torch.checks import NAMES, no_gradient, require_tensor
+from aule.frontends.torch.launch import launch as launch
 from aule.frontends.torch.modes import (
     any_autocast,
     autocast,

@@ -17,6 +17,7 @@ from aule.ir.passes.narrow_vectors import narrow_vectors
 from aule.ir.passes.pack_memory import pack_memory
 from aule.ir.passes.round_half import round_half
 from aule.ir.passes.soft_half import Convert, soft_half
+from aule.ir.passes.threads_in_turn import threads_in_turn
 from aule.ir.passes.votes import votes
 from aule.ir.passes.widen_int import widen_int
 from aule.ir.types import Scalar, f16, i64, u64
@@ -32,6 +33,7 @@ __all__ = [
     "pack_memory",
     "round_half",
     "soft_half",
+    "threads_in_turn",
     "votes",
     "widen_int",
 ]

@@ -47,7 +47,7 @@ class PassBuilder(Builder):
         lanes = [(v.op.args[0], v.op.attrs["lane"]) for v in values if v.op is not None and v.op.opcode == "extract"]
         if len(lanes) == len(values) > 1:
             source = lanes[0][0]
-            if lanes == [(source, i) for i in range(lanes_of(source.type))]:
+            if len(lanes) == lanes_of(source.type) and all(v is source and i == n for n, (v, i) in enumerate(lanes)):
                 return source
         return super().vector(values)
 

@@ -1,0 +1,205 @@
+"""``aule bench``: measures attention, decoding and row operations on a device, beside PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import io
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from aule._version import __version__
+from aule.api.info import table
+from aule.backends import registry
+from aule.cli._measure import QUICK_ROUNDS, ROUNDS, Result
+from aule.cli._progress import Progress
+from aule.errors import BackendUnavailableError, InvalidArgumentError
+
+_GROUPS = ("forward", "backward", "decode", "rows")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--backend", metavar="SPEC", help="a backend ('vulkan') or a device ('vulkan:1')")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, in less than a minute")
+    parser.add_argument("--only", metavar="GROUPS", help=f"some of {', '.join(_GROUPS)}, separated by commas")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the results as JSON; '-' prints them instead of the table"
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write the results as CSV")
+    parser.add_argument("--plot", metavar="FILE", help="draw them as .svg, .png or .pdf; needs matplotlib")
+    parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help="compare two JSON files, without measuring")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.compare:
+        print("\n".join(_compared(*map(_read, args.compare))))
+        return 0
+    groups = _GROUPS if args.only is None else tuple(args.only.split(","))
+    unknown = [name for name in groups if name not in _GROUPS]
+    if unknown:
+        raise InvalidArgumentError(
+            f"[bench] expected --only with some of {', '.join(_GROUPS)}, got {', '.join(unknown)}; choose from these"
+        )
+    for path in (args.json, args.csv, args.plot):
+        _check_path(path)
+    draw = _plotter() if args.plot else None
+    document = _measured(args.backend, args.quick, groups, quiet=args.json == "-")
+    if args.json == "-":
+        print(json.dumps(document, indent=2))
+    elif args.json:
+        Path(args.json).write_text(json.dumps(document, indent=2) + "\n")
+    if args.csv:
+        Path(args.csv).write_text(_as_csv(document))
+    if draw:
+        draw(document, args.plot)
+    return 0
+
+
+def _measured(backend: str | None, quick: bool, groups: tuple[str, ...], quiet: bool) -> dict[str, Any]:
+    """Measure all cases and return the document that ``--json`` writes."""
+    found = registry.choose(backend)
+    if found is None:
+        raise BackendUnavailableError(
+            registry.NUMPY,
+            '[bench] expected a device to measure, got NumPy alone; pip install "aule-attention[cpu]" for the CPU',
+        )
+    device = f"{found.target.backend}:{found.index}"
+    bench, torch_version = _bench(device, quick)
+    document: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "aule": __version__,
+        "device": device,
+        "name": found.target.name,
+        "driver": found.target.driver,
+        "torch": torch_version,
+        "python": platform.python_version(),
+    }
+    results: list[Result] = []
+    work = [(label, measure) for label, measure in bench.cases() if label.split()[0] in groups]
+    if not work:
+        raise InvalidArgumentError(
+            f"[bench] expected cases of {', '.join(groups)} on {device}, got none: without PyTorch's tensors on it, "
+            "forward and backward are measured; pip install torch, or choose another backend"
+        )
+    with Progress(len(work)) as progress:
+        if not quiet:
+            progress.line(_headline(document))
+        for label, measure in work:
+            progress.step(label)
+            results.append(measure())
+    document["results"] = [asdict(result) for result in results]
+    if not quiet:
+        print("\n".join(["", *_rows(results)]))
+    return document
+
+
+def _bench(device: str, quick: bool) -> tuple[Any, str | None]:
+    """Return what measures on a device, and PyTorch's version if it takes part."""
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    if device.partition(":")[0] in ("cpu", "cuda") and importlib.util.find_spec("torch") is not None:
+        from aule.cli import _measure_torch
+
+        place = "cpu" if device.startswith("cpu") else device
+        if place == "cpu" or _measure_torch.has_cuda():
+            return _measure_torch.TorchBench(place, quick, rounds), _measure_torch.VERSION
+    from aule.cli._measure_device import DeviceBench
+
+    return DeviceBench(device, quick, rounds), None
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _headline(document: dict[str, Any]) -> str:
+    beside = f"beside PyTorch {document['torch']}" if document["torch"] else "PyTorch has no tensors there"
+    return f"aule {document['aule']} on {document['device']} ({document['name']}), {beside}"
+
+
+def _rows(results: list[Result]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("", "case", "dtype", "time", "speed", "times PyTorch", "fastest of PyTorch's")]
+    for result in results:
+        rows.append(
+            (
+                result.group,
+                result.name,
+                result.dtype,
+                _time(result.seconds),
+                _speed(result.rate, result.unit),
+                "-" if result.ratio is None else f"{result.ratio:.2f}x",
+                "-" if result.peer_seconds is None else f"{result.peer}, {_time(result.peer_seconds)}",
+            )
+        )
+    return table(rows)
+
+
+def _time(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"
+
+
+def _speed(rate: float, unit: str) -> str:
+    """Three digits or more, so that a slow device is not 0.00."""
+    if rate >= 1e3:
+        rate, unit = rate / 1e3, unit.replace("G", "T", 1)
+    return f"{rate:.3g} {unit}" if rate < 100 else f"{rate:.0f} {unit}"
+
+
+def _as_csv(document: dict[str, Any]) -> str:
+    out = io.StringIO()
+    about = {name: value for name, value in document.items() if name != "results"}
+    rows = [about | row for row in document["results"]]
+    writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(Path(path).read_text())
+        document["results"][0]["seconds"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"[bench] expected a file written by `aule bench --json`, got {path} ({type(error).__name__}: {error}); "
+            "pass two of them to --compare"
+        ) from None
+    return document
+
+
+def _compared(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Lines with the speed of each case in both files."""
+    lines = [f"old: {old['date']} {_headline(old)}", f"new: {new['date']} {_headline(new)}", ""]
+    before = {(r["group"], r["name"], r["dtype"]): r for r in old["results"]}
+    rows: list[tuple[str, ...]] = [("", "case", "dtype", "old", "new", "new is")]
+    for result in new["results"]:
+        known = before.get((result["group"], result["name"], result["dtype"]))
+        if known is not None:
+            times = (_time(known["seconds"]), _time(result["seconds"]))
+            faster = f"{known['seconds'] / result['seconds']:.2f}x as fast"
+            rows.append((result["group"], result["name"], result["dtype"], *times, faster))
+    return [*lines, *(table(rows) if len(rows) > 1 else ["The two have no case in common."])]
+
+
+def _check_path(path: str | None) -> None:
+    """Refuse a file that cannot be written before anything is measured."""
+    if path not in (None, "-") and not Path(path).parent.is_dir():
+        raise InvalidArgumentError(
+            f"[bench] expected a file in a folder that exists, got {path}; create {Path(path).parent} first"
+        )
+
+
+def _plotter() -> Callable[[dict[str, Any], str], None]:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgumentError(
+            '[bench] expected matplotlib for --plot, got none; pip install "aule-attention[bench]"'
+        )
+    from aule.cli._bench_plot import plot
+
+    return plot
