@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import aule
+from aule import store
 from aule.cli import check as check_command
 from aule.cli import main
 from aule.cli._cases import CASES
@@ -276,3 +277,38 @@ def test_bad_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
+
+
+# -- cache -----------------------------------------------------------------------------------------------------------
+
+
+def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("AULE_CACHE_DIR", str(tmp_path / "cache"))
+    assert main(["cache"]) == 0
+    assert "empty" in capsys.readouterr().out
+    names = ("kernels/ab/ab" + 62 * "0", "tuned/abc.jsonl", "refused/" + 16 * "0" + ".ptx")
+    for name in names:
+        store.write(name, b"x" * 2**20)
+    (tmp_path / "cache" / "mine.txt").write_text("a file of the user's")
+    assert main(["cache", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["path"] == str(tmp_path / "cache") and 3 * 2**20 < answer["bytes"] < answer["limit"]
+    assert {name: folder["files"] for name, folder in answer["folders"].items()} == dict.fromkeys(
+        ("kernels", "tuned", "refused"), 1
+    )
+    assert main(["cache", "--clear"]) == 0
+    said = capsys.readouterr().out
+    assert "1 files  1.0 MiB  what `aule tune` measured" in said and "generated kernels" not in said
+    assert main(["cache", "--clear-tuned"]) == 0
+    assert [x.name for x in (tmp_path / "cache").rglob("*") if x.is_file() and x.stat().st_size] == ["mine.txt"]
+
+
+def test_a_cache_that_others_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if sys.platform == "win32":
+        pytest.skip("Python cannot ask who may write to a folder on Windows")
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("AULE_CACHE_DIR", str(tmp_path))
+    assert main(["cache"]) == 1
+    assert "can be written by others" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The command line: ``aule info | check | bench | tune | show``.
+"""The command line: ``aule info | check | bench | tune | cache | show``.
 
 ADD A COMMAND HERE: a module with ``add_arguments(parser)`` and ``run(args) -> int``.
 """
@@ -19,6 +19,7 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("check", "aule.cli.check", "compare attention on every device with the fp64 reference, with errors and times"),
     ("bench", "aule.cli.bench", "measure attention, decoding and row operations, beside PyTorch where it is there"),
     ("tune", "aule.cli.tune", "measure the fastest tiles on a device and keep them for later calls"),
+    ("cache", "aule.cli.cache", "say where compiled kernels are kept and how large they are, or remove them"),
     ("show", "aule.cli.show", "print the source of a kernel in any language, or its IR"),
 )
 """Name, module and help line of each command."""

@@ -28,6 +28,8 @@ _EVICTED = re.compile(
     r"(kernels|objects)/([0-9a-f]{2})/\2[0-9a-f]{62}|vulkan/[0-9a-f-]{42,50}\.bin|refused/[0-9a-f]{16}\.[a-z]+"
 )
 
+_TUNED = re.compile(r"tuned/[0-9a-f]+\.jsonl$")
+
 _written = 0
 """Bytes this process has written since it last swept."""
 
@@ -62,6 +64,31 @@ def sweep(root: str, limit: int) -> None:
         total -= size
         if total <= limit * 3 // 4:  # room for the writes until the next sweep
             return
+
+
+def usage(root: str) -> dict[str, tuple[int, int]]:
+    """Return the number and the bytes of the cache's files in each of its folders; empty if there is no cache."""
+    found: dict[str, tuple[int, int]] = {}
+    try:
+        with open_folder(root) as folder:
+            for name, status in _walk(folder, ""):
+                count, size = found.get(kind := name.partition("/")[0], (0, 0))
+                found[kind] = count + 1, size + status.st_size
+    except OSError:
+        return {}
+    return found
+
+
+def clear(root: str, tuned: bool = False) -> None:
+    """Remove all files that can be made again; with ``tuned`` also the records of `aule tune`."""
+    try:
+        with open_folder(root) as folder:
+            names = [name for name, _ in _walk(folder, "")]
+    except OSError:
+        return
+    for name in names:
+        if _EVICTED.fullmatch(name) or name.rpartition("/")[2].startswith(TEMPORARY) or (tuned and _TUNED.match(name)):
+            _remove(root, name)
 
 
 def _walk(folder: Folder, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
