@@ -25,7 +25,7 @@ from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
 from aule.ir.passes import soft_half
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, element, f16, i32, lanes_of
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, element, f16, i32, lanes_of, vector_type
 from aule.render import _llvm_math
 from aule.render._llvm_emitter import Emitter, literal, llvm_type, refuse
 from aule.target import Target
@@ -172,6 +172,7 @@ class _Body:
         self.arch = processor.arch
         self._nontemporal: int | None = None
         self._align = kernel.alignments()
+        self._narrowest = _narrowest_stores(kernel)
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
             "thread_id": lambda op: self._bind(op, "%thread"),
@@ -308,8 +309,23 @@ class _Body:
         return e.emit(f"{kind} {llvm_type(element(pointer.type))}, {e.typed(pointer)}, i64 {place}")
 
     def _load(self, op: Op) -> None:
-        address = self._address(op)
-        self._bind(op, self.emitter.emit(f"load {llvm_type(op.output.type)}, ptr {address}, align {_bytes(op)}"))
+        """Emit a load. From an array on the stack that is stored in narrower vectors, load vectors of that width and
+        join them: LLVM 22 joins such stores itself, but before the last of them if they are not in order of address
+        (SROA's tree-structured merge), which crashes it or gives wrong code.
+        """
+        e, address, elem, lanes = self.emitter, self._address(op), element(op.output.type), lanes_of(op.output.type)
+        width = min(self._narrowest.get(op.args[0], lanes), lanes)
+        align = _bytes(op) if width == lanes else min(_bytes(op), width * elem.bytes)
+        parts = []
+        for lane in range(0, lanes, width):
+            place = e.emit(f"getelementptr inbounds {llvm_type(elem)}, ptr {address}, i64 {lane}") if lane else address
+            parts.append(e.emit(f"load {llvm_type(vector_type(elem, width))}, ptr {place}, align {align}"))
+        while len(parts) > 1:
+            type_, order = llvm_type(Vector(elem, width)), ", ".join(f"i32 {lane}" for lane in range(2 * width))
+            joined = f"shufflevector {type_} {{}}, {type_} {{}}, <{2 * width} x i32> <{order}>"
+            parts = [e.emit(joined.format(a, b)) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+            width *= 2
+        self._bind(op, parts[0])
 
     def _prefetch(self, op: Op) -> None:
         # Read prefetch into L2 (locality 2). L1 has few slots for pending lines, and filling it from memory is no
@@ -449,6 +465,17 @@ class _Body:
     def _comment(self, op: Op) -> None:
         for text in str(op.attrs["text"]).splitlines():
             self.emitter.line(f"; {_ascii(text)}")
+
+
+def _narrowest_stores(kernel: KernelIR) -> dict[Value, int]:
+    """Lanes of the narrowest vector stored into each array on the stack."""
+    found: dict[Value, int] = {}
+    for op in kernel.walk():
+        if op.opcode in ("store", "store_streaming") and isinstance(op.args[2].type, Vector):
+            array, lanes = op.args[0], op.args[2].type.lanes
+            if isinstance(array.type, Pointer) and array.type.length is not None:
+                found[array] = min(found.get(array, lanes), lanes)
+    return found
 
 
 def _bytes(op: Op) -> int:
