@@ -68,6 +68,13 @@ def problems(target: str) -> list[Problem]:
     return [problem for problem in found if not _left_out(problem, target)]
 
 
+def all_of_cpus() -> list[Problem]:
+    """All problems of both lists that a CPU has kernels for."""
+    lists = (_first(), _more_attention(), _more_decode(), _more_rows(), _float64(), _special("cpu-avx512", True))
+    found = dict.fromkeys(problem for some in lists for problem in some)
+    return [problem for problem in found if not _left_out(problem, "cpu")]
+
+
 def _second(target: str, cpu: bool) -> Iterator[Problem]:
     share = _SHARE.get(target, _USUAL_SHARE)
     for problem in (*_more_attention(), *_more_decode(), *_more_rows()):

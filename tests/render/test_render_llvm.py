@@ -150,6 +150,22 @@ def test_arrays_are_aligned_and_in_the_entry_block() -> None:
     ]
 
 
+def test_arrays_are_loaded_in_vectors_as_narrow_as_those_stored() -> None:
+    """LLVM 22's SROA makes invalid code of wider loads; `test_cpu_compile.py` compiles such a kernel."""
+    b = Builder("halves", 1)
+    x, out = b.buffer("x", f32), b.buffer("result", f32, "write")
+    own, other = b.private("own", f32, 16), b.private("other", f32, 16)
+    for at in (12, 4, 8, 0):
+        b.store(own, at, b.load(x, at, 4))
+    b.store(other, 0, b.load(x, 0))  # elements are no vectors
+    b.store(other, 0, b.load(x, 0, 16))
+    b.store(out, 0, b.load(own, 0, 16))
+    b.store(out, 16, b.load(other, 0, 16))
+    text = render(b.finish(), target(*V3)).text
+    assert text.count("load <4 x float>, ptr %v") == 8
+    assert text.count("load <16 x float>, ptr %v") == 2
+
+
 def test_matrix_units_are_refused() -> None:
     for case in CASES.values():
         if supported(case.kernel):

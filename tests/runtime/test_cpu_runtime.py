@@ -463,13 +463,13 @@ def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     seen: list[tuple[str, ...]] = []
-    compile_ = _cpu_llvm._compile
+    compile_ = _cpu_llvm._compile_safely
 
     def noting(machine: _cpu_llvm.Machine, text: str, entries: dict[str, tuple[str, ...]]) -> bytes:
         seen.append(tuple(entries))
         return compile_(machine, text, entries)
 
-    monkeypatch.setattr(_cpu_llvm, "_compile", noting)
+    monkeypatch.setattr(_cpu_llvm, "_compile_safely", noting)
     return seen
 
 

@@ -22,12 +22,13 @@ from collections.abc import Callable
 
 from aule.artifact import Artifact
 from aule.errors import KernelError
-from aule.ir.kernel import KernelIR, Op, Value, walk
+from aule.ir.kernel import KernelIR, Op, walk
 from aule.ir.ops import OPS
 from aule.ir.passes import soft_half, threads_in_turn
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, element, f16, i32, lanes_of
+from aule.ir.types import Fragment, Ref, Scalar, bf16, element, f16, lanes_of
 from aule.render import _llvm_math
 from aule.render._llvm_emitter import Emitter, literal, llvm_type, refuse
+from aule.render._llvm_memory import Memory
 from aule.target import Target
 
 _ARCHITECTURES = ("x86_64", "aarch64")
@@ -44,8 +45,10 @@ _ATTRIBUTES = [
 ]
 
 
-def render(kernel: KernelIR, target: Target) -> Artifact:
+def render(kernel: KernelIR, target: Target, checked: bool = False) -> Artifact:
     """Write a verified kernel as LLVM IR for ``target.arch`` ("x86_64" or "aarch64").
+
+    If ``checked``, which is for tests, an index outside of one of the kernel's own arrays traps.
 
     ``extensions`` of target and artifact are LLVM feature names: those of the CPU, and those that the code requires.
     A KernelError rejects kernels with clusters, matrix fragments, asynchronous copies or another language's intrinsics.
@@ -64,7 +67,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     if soft & kernel.elements():
         narrow = _llvm_math.float_to_bfloat if processor.bfloats else None
         lowered = soft_half(kernel, soft, float_to_bfloat=narrow)
-    body = _Body(lowered, processor)
+    body = _Body(lowered, processor, checked)
     if processor.bfloats and bf16 in kernel.elements():
         body.emitter.needs.add("avx512bf16")
     body.run()
@@ -162,12 +165,11 @@ def _entry(kernel: KernelIR) -> list[str]:
 class _Body:
     """Emits the operations of a kernel as a function."""
 
-    def __init__(self, kernel: KernelIR, processor: _llvm_math.Processor) -> None:
+    def __init__(self, kernel: KernelIR, processor: _llvm_math.Processor, checked: bool) -> None:
         self.kernel = kernel
         self.emitter = e = Emitter()
         self.arch = processor.arch
-        self._nontemporal: int | None = None
-        self._align = kernel.alignments()
+        self.memory = memory = Memory(e, kernel, checked)
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
             "thread_id": lambda op: self._bind(op, "%thread"),
@@ -188,13 +190,13 @@ class _Body:
             "splat": self._splat,
             "extract": self._extract,
             "permute": self._permute,
-            "private": self._private,
-            "load": self._load,
-            "load_streaming": self._load,
-            "prefetch": self._prefetch,
-            "store": self._store,
-            "store_streaming": self._store_streaming,
-            "atomic": self._atomic,
+            "private": lambda op: memory.array(op.output, op.attrs["name"]),
+            "load": memory.load,
+            "load_streaming": memory.load,
+            "prefetch": memory.prefetch,
+            "store": memory.store,
+            "store_streaming": memory.store_streaming,
+            "atomic": memory.atomic,
             "var": self._var,
             "get": self._get,
             "set": self._set,
@@ -216,9 +218,9 @@ class _Body:
         for param in self.kernel.params:
             e.bind(self.kernel.values[param.name], f"%arg.{param.name}")
         for array in self.kernel.shared:
-            self._array(array, array.hint)
+            self.memory.array(array, array.hint)
         self._block(self.kernel.body)
-        if self._nontemporal is not None and self.arch == "x86_64":
+        if self.memory.streams and self.arch == "x86_64":
             e.line("call void @llvm.x86.sse.sfence()")  # nontemporal stores are not ordered with later stores
         e.line("ret void")
 
@@ -282,78 +284,6 @@ class _Body:
         other = e.typed(second) if len(op.args) == 2 else f"{llvm_type(first.type)} poison"
         order = ", ".join(f"i32 {lane}" for lane in lanes)
         self._bind(op, e.emit(f"shufflevector {e.typed(first)}, {other}, <{len(lanes)} x i32> <{order}>"))
-
-    # -- memory ----------------------------------------------------------------------------------------------------
-
-    def _private(self, op: Op) -> None:
-        self._array(op.output, op.attrs["name"])
-
-    def _array(self, array: Value, hint: str) -> None:
-        assert isinstance(array.type, Pointer) and array.type.length is not None
-        elem, length = array.type.elem, array.type.length
-        align = max(self._align.get(array, 1) * elem.bytes, _CACHE_LINE if length >= 16 else 1)
-        self.emitter.bind(array, self.emitter.alloca(f"[{length} x {llvm_type(elem)}]", align, hint))
-
-    def _address(self, op: Op, inside: bool = True) -> str:
-        e, (pointer, index) = self.emitter, op.args[:2]
-        place = e.operand(index)
-        if index.type.bits == 32 and index.constant is None:  # type: ignore[union-attr]
-            extend = "sext" if index.type == i32 else "zext"
-            place = e.emit(f"{extend} i32 {place} to i64")
-        kind = "getelementptr inbounds" if inside else "getelementptr"
-        return e.emit(f"{kind} {llvm_type(element(pointer.type))}, {e.typed(pointer)}, i64 {place}")
-
-    def _load(self, op: Op) -> None:
-        address = self._address(op)
-        self._bind(op, self.emitter.emit(f"load {llvm_type(op.output.type)}, ptr {address}, align {_bytes(op)}"))
-
-    def _prefetch(self, op: Op) -> None:
-        # Read prefetch into L2 (locality 2). L1 has few slots for pending lines, and filling it from memory is no
-        # faster than a load.
-        address = self._address(op, inside=False)
-        self.emitter.line(f"call void @llvm.prefetch.p0(ptr {address}, i32 0, i32 2, i32 1)")
-
-    def _store(self, op: Op) -> None:
-        address = self._address(op)
-        self.emitter.line(f"store {self.emitter.typed(op.args[2])}, ptr {address}, align {_bytes(op)}")
-
-    def _store_streaming(self, op: Op) -> None:
-        """Emit a nontemporal store if the address is aligned to the full vector at run time, else a plain store."""
-        e, (value, address) = self.emitter, (op.args[2], self._address(op))
-        size = value.type.bytes  # type: ignore[union-attr]
-        number = e.emit(f"ptrtoint ptr {address} to i64")
-        misalignment = e.emit(f"and i64 {number}, {size - 1}")
-        aligned = e.emit(f"icmp eq i64 {misalignment}, 0")
-        past, plain, end = e.labels("past", "plain", "stored")
-        e.line(f"br i1 {aligned}, label %{past}, label %{plain}")
-        e.start(past)
-        e.line(f"store {e.typed(value)}, ptr {address}, align {size}, !nontemporal !{self._nontemporal_metadata()}")
-        e.line(f"br label %{end}")
-        e.start(plain)
-        e.line(f"store {e.typed(value)}, ptr {address}, align {_bytes(op)}")
-        e.line(f"br label %{end}")
-        e.start(end)
-
-    def _nontemporal_metadata(self) -> int:
-        """The number of the metadata node of nontemporal stores."""
-        if self._nontemporal is None:
-            self._nontemporal = len(self.emitter.metadata)
-            self.emitter.metadata.append(f"!{self._nontemporal} = !{{i32 1}}")
-        return self._nontemporal
-
-    def _atomic(self, op: Op) -> None:
-        elem, kind = element(op.args[2].type), op.attrs["kind"]
-        if isinstance(op.args[2].type, Vector):
-            raise KernelError(f"[llvm] expected an atomic of one element, got {op.args[2].type}; add one by one")
-        if kind == "exchange":
-            kind = "xchg"
-        elif elem.is_float:
-            kind = f"f{kind}"
-        elif kind in ("min", "max") and not elem.is_signed:
-            kind = f"u{kind}"
-        address = self._address(op)
-        order = "acq_rel" if op.attrs["ordered"] else "monotonic"
-        self._bind(op, self.emitter.emit(f"atomicrmw {kind} ptr {address}, {self.emitter.typed(op.args[2])} {order}"))
 
     # -- variables: stack memory that LLVM promotes to registers ---------------------------------------------------
 
@@ -445,11 +375,6 @@ class _Body:
     def _comment(self, op: Op) -> None:
         for text in str(op.attrs["text"]).splitlines():
             self.emitter.line(f"; {_ascii(text)}")
-
-
-def _bytes(op: Op) -> int:
-    """The alignment of a load or store in bytes."""
-    return int(op.attrs["align"]) * element(op.args[0].type).bytes
 
 
 def _ascii(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -19,11 +20,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from aule import store
 from aule.errors import BackendUnavailableError, InvalidArgumentError
+from aule.runtime import _cpu_compile
+from aule.runtime._refused import save_refused
 from aule.store.source import code_digest
 
 log = logging.getLogger("aule")
@@ -43,15 +46,27 @@ _LEVELS = {
 }
 """For each reduced feature level, LLVM's processor name and the features of `_FEATURES` that it has."""
 
-# Held during every LLVM call, and across a fork: a child would inherit locked locks of llvmlite and LLVM.
+_COMPILED, _REFUSED, _FAILED = b"+", b"-", b"!"
+"""First byte of the child's answer; the object code or the message of an exception follows."""
+
+# Held during every LLVM call and every talk with the compiling child, and across a fork: a forked process would inherit
+# locked locks of llvmlite and LLVM.
 _lock = threading.RLock()
 # Engines whose code is no longer used. A finalizer may run in the middle of anything, where waiting for the lock could
 # deadlock; so it only appends here, and the next call that holds the lock closes them.
 _retired: deque[Any] = deque()
 
 
+# Code that LLVM failed to optimise in this process, by cache name: unoptimised, or None if LLVM failed on that too.
+_unoptimised: dict[str, bytes | None] = {}
+
+
 class Refused(Exception):
     """LLVM refused the code, with its message as the text."""
+
+
+class Failed(Exception):
+    """LLVM crashed or made invalid code out of valid code, with its message as the text."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +201,7 @@ def load(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> C
     if built is None:
         start = time.perf_counter()
         with _lock:
-            built = _compile(made_for, text, entries)
-            _check_symbols(built)
-        store.write(name, built)
+            built = _build(name, made_for, text, entries)
         log.debug("cpu: compiled %s in %.0f ms", ", ".join(entries), 1e3 * (time.perf_counter() - start))
     with _lock:
         while _retired:
@@ -196,12 +209,73 @@ def load(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> C
         return _link(made_for, built, tuple(entries))
 
 
-def _target_machine(made_for: Machine) -> Any:
+def _build(name: str, made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> bytes:
+    """Compile and store the object code; if LLVM fails at optimising it, unoptimised and only for this process."""
+    if name not in _unoptimised:
+        try:
+            built = _compile_safely(made_for, text, entries)
+            _check_symbols(built)
+            store.write(name, built)
+            return built
+        except Failed as failure:
+            log.warning(
+                "cpu: LLVM failed to optimise %s (%s); this process runs it unoptimised, which is slow. Please report "
+                "%s with %s",
+                *(", ".join(entries), failure, save_refused("llvm", text.encode()) or "the call", made_for.version),
+            )
+        try:
+            built = _compile_safely(made_for, text, entries, optimise=False)
+            _check_symbols(built)
+            _unoptimised[name] = built
+        except Failed as failure:
+            log.warning("cpu: LLVM also failed without optimising (%s)", failure)
+            _unoptimised[name] = None
+    found = _unoptimised[name]
+    if found is None:
+        raise Refused(f"{made_for.version} crashed; use another version of llvmlite, or backend='numpy'")
+    return found
+
+
+def _compile_safely(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]], optimise: bool = True) -> bytes:
+    """Compile in a child process if there can be one; raises `Failed` if it dies."""
+    request = json.dumps((asdict(made_for), text, entries, optimise)).encode()
+    try:
+        answer = _cpu_compile.ask(request)
+    except _cpu_compile.ChildDied as death:
+        raise Failed(str(death)) from None
+    except _cpu_compile.ChildUnavailable as reason:
+        log.debug("cpu: compiling in this process: %s", reason)
+        return _compile(made_for, text, entries, optimise)
+    kind, body = answer[:1], answer[1:]
+    if kind != _COMPILED:
+        raise {_REFUSED: Refused, _FAILED: Failed}[kind](body.decode())
+    return body
+
+
+def serve() -> None:
+    """Compile for another process until it ends; the main function of the child of `_cpu_compile`."""
+    _llvm()
+    _cpu_compile.serve(_answer)
+
+
+def _answer(request: bytes) -> bytes:
+    fields, text, entries, optimise = json.loads(request)
+    try:
+        return _COMPILED + _compile(
+            Machine(**fields), text, {name: tuple(types) for name, types in entries.items()}, optimise
+        )
+    except Refused as refusal:
+        return _REFUSED + str(refusal).encode()
+    except Failed as failure:
+        return _FAILED + str(failure).encode()
+
+
+def _target_machine(made_for: Machine, optimise: bool = True) -> Any:
     llvm = _llvm()
     return llvm.Target.from_triple(made_for.triple).create_target_machine(
         cpu=made_for.cpu,
         features=made_for.features,
-        opt=3,
+        opt=3 if optimise else 1,
         # Sections may be placed anywhere: distances between them may not fit into 32 bits.
         codemodel="jitdefault",
         reloc="static" if made_for.arch == "x86_64" else "default",
@@ -209,11 +283,11 @@ def _target_machine(made_for: Machine) -> Any:
     )
 
 
-def _compile(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> bytes:
+def _compile(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]], optimise: bool) -> bytes:
     llvm = _llvm()
     # Close the module before its context: the garbage collector keeps no order, and the wrong order crashes. The global
     # context is not used because it would keep every kernel's types and constants.
-    with _target_machine(made_for) as emitter, llvm.create_context() as context:
+    with _target_machine(made_for, optimise) as emitter, llvm.create_context() as context:
         try:
             module = llvm.parse_assembly(text, context)
         except RuntimeError as error:
@@ -224,10 +298,14 @@ def _compile(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) 
                 module.data_layout = str(emitter.target_data)
                 module.verify()
                 _check_entries(module, entries)
-                _optimise(module, emitter)
-                return bytes(emitter.emit_object(module))
             except RuntimeError as error:
                 raise Refused(str(error).strip()) from None
+            try:
+                _optimise(module, emitter, 3 if optimise else 0)
+                module.verify()  # LLVM trusts its passes; invalid code would crash or compute something else
+                return bytes(emitter.emit_object(module))
+            except RuntimeError as error:
+                raise Failed(str(error).strip()) from None
 
 
 def _check_entries(module: Any, entries: dict[str, tuple[str, ...]]) -> None:
@@ -241,9 +319,9 @@ def _check_entries(module: Any, entries: dict[str, tuple[str, ...]]) -> None:
             raise Refused(f"expected a definition of @{entry}({', '.join(expected)}), found ({', '.join(found)})")
 
 
-def _optimise(module: Any, emitter: Any) -> None:
+def _optimise(module: Any, emitter: Any, level: int) -> None:
     llvm = _llvm()
-    with llvm.create_pipeline_tuning_options(speed_level=3) as tuning:
+    with llvm.create_pipeline_tuning_options(speed_level=level) as tuning:
         # Kernels are written with explicit vectors.
         tuning.loop_vectorization = False
         tuning.slp_vectorization = False
