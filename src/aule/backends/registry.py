@@ -15,8 +15,9 @@ from typing import cast
 
 from aule import settings
 from aule.artifact import Artifact
-from aule.errors import AuleError, BackendUnavailableError, InvalidArgumentError
+from aule.errors import AuleError, BackendUnavailableError, ClosedError, InvalidArgumentError
 from aule.ir import KernelIR
+from aule.runtime._exit import in_flight
 from aule.runtime.base import Device
 from aule.target import Target
 
@@ -92,7 +93,7 @@ def _unknown(name: str, message: str) -> BackendUnavailableError:
 def devices(name: str) -> list[Device]:
     """List the devices of a backend; raises `BackendUnavailableError` with the remedy if there are none."""
     global _pid
-    with _lock:
+    with in_flight, _lock:
         if os.getpid() != _pid:  # in a forked child the parent's devices do not work
             _found.clear()
             _errors.clear()
@@ -158,7 +159,7 @@ def choose(spec: str | None = None) -> Device | None:
             continue  # raising the error again would take longer than a small attention call
         try:
             hardware = [d for d in devices(candidate.name) if not d.target.software]
-        except InvalidArgumentError:
+        except (InvalidArgumentError, ClosedError):
             raise
         except AuleError:
             continue

@@ -32,6 +32,7 @@ from aule import settings
 from aule.artifact import SCALAR_FORMATS, Artifact
 from aule.errors import LaunchError, OutOfMemoryError
 from aule.runtime import _cpu_llvm, _cpu_openmp, _cpu_pool, _cpu_target
+from aule.runtime._exit import in_flight
 from aule.runtime.base import Allocation, Arguments, Device, Grid, Program
 
 _ALIGNMENT = 64
@@ -133,7 +134,8 @@ class PreparedLaunch:
             cells = self._pack(*values)
         except (struct.error, OverflowError, TypeError) as error:
             raise device.argument_error(self._program.artifact, error) from None
-        device._run(self._kernel.address, cells, self._grid, self._total, on_pytorch)
+        with in_flight:
+            device._run(self._kernel.address, cells, self._grid, self._total, on_pytorch)
 
 
 class PreparedSequence:
