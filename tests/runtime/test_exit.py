@@ -19,7 +19,9 @@ from aule.runtime import _exit
 RUNS = int(os.environ.get("AULE_EXIT_RUNS", "2"))
 
 CHILD = """
-import os, sys, threading, time
+import atexit, os, sys, threading, time
+
+atexit.register(time.sleep, 0.2)  # runs last: the threads have time to call once more
 import numpy as np
 import aule
 
