@@ -15,11 +15,13 @@ import pytest
 from injector import Injector
 
 from aule.backends import registry
+from aule.runtime import _cpu_pool
 from aule.runtime import _vulkan_api as api
 from aule.runtime import _vulkan_loader as loader
 from aule.runtime.base import Device
 
 _MADE = {"vkCreateComputePipelines": "vkDestroyPipeline", "vkAllocateMemory": "vkFreeMemory"}
+_CL_ERRORS = {"memory": ("MemoryError", -6), "resources": ("RuntimeError", -5), "refused": ("LogicError", -59)}
 _VK_CODES = {"memory": -2, "lost": -4, "refused": -13}
 
 
@@ -106,7 +108,7 @@ class Vulkan(Driver):
 
 
 class OpenCL(Driver):
-    backend, kinds = "opencl", ("memory", "refused")
+    backend, kinds = "opencl", ("memory", "resources", "refused")
     calls = "Buffer CommandQueue Context Kernel Program enqueue_copy enqueue_fill_buffer enqueue_marker".split()
     methods = {"CommandQueue": ("finish", "flush"), "Kernel": ("__call__",), "Program": ("build",), "Event": ("wait",)}
 
@@ -131,9 +133,8 @@ class OpenCL(Driver):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.injector.fails("driver", name):
-                kind = cl.MemoryError if self.injector.kind == "memory" else cl.RuntimeError
-                code = (-4 if name == "Buffer" else -6) if self.injector.kind == "memory" else -5
-                raise kind(cl._cl._ErrorRecord("injected", code, name))
+                kind, code = _CL_ERRORS[self.injector.kind]
+                raise getattr(cl, kind)(cl._cl._ErrorRecord("injected", code, name))
             return function(*args, **kwargs)
 
         return call
@@ -168,6 +169,11 @@ class Cpu(Driver):
             return function(*args, **kwargs)
 
         return call
+
+    def renew(self) -> None:
+        super().renew()
+        # The code of the threads is built again, too; its threads stay, asleep.
+        _cpu_pool._code = _cpu_pool._pool = None
 
     def held(self) -> Counter[str]:
         device: Any = self.device()

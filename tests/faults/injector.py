@@ -121,7 +121,7 @@ def patch_files(injector: Injector, patch: pytest.MonkeyPatch) -> None:
 
     def wrapped(name: str, function: Callable[..., Any], opens: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            ours = _of_aule(6)
+            ours = _of_aule(6) and not (opens and isinstance(args[0], int))  # os.fdopen has opened nothing
             if ours and injector.fails("files", name):
                 raise OSError(errno.EIO, f"injected in {name}")
             found = function(*args, **kwargs)
@@ -132,5 +132,6 @@ def patch_files(injector: Injector, patch: pytest.MonkeyPatch) -> None:
     for module, names in ((os, "open read write replace rename mkdir makedirs listdir scandir"), (io, "open")):
         for name in names.split():
             patch.setattr(module, name, wrapped(f"{module.__name__}.{name}", getattr(module, name), module is io))
-    patch.setattr(os, "fdopen", wrapped("os.fdopen", os.fdopen, True))
+    fdopen = os.fdopen
+    patch.setattr(os, "fdopen", lambda *args, **kwargs: _File(injector, fdopen(*args, **kwargs)))
     patch.setattr(tempfile, "mkstemp", wrapped("tempfile.mkstemp", tempfile.mkstemp, False))

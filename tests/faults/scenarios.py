@@ -76,15 +76,13 @@ def cache(driver: Driver) -> list[Array]:
 def tune(driver: Driver) -> list[Array]:
     device = driver.device()
     own.forget(device.target)
-    wanted = Settings("f32", 16, 16)
-    case = next(iter(tuner.cases("forward", wanted, device.target)))
     kept, tuner.candidates = tuner.candidates, lambda *_: iter([])  # the table's choice alone: each takes seconds
     try:
-        outcome = tuner._tune_case(device, case, 0.0)
+        outcome = next(tuner.tune(device, "forward", Settings("f32", 16, 16), seconds=0.0))
     finally:
         tuner.candidates = kept
     if outcome.measured[0].refused:  # the user is told why, and nothing is saved
-        raise aule.LaunchError(outcome.measured[0].refused)
+        raise aule.AuleError("AULE_ERROR_NOT_MEASURED", outcome.measured[0].refused)
     return []
 
 

@@ -15,7 +15,14 @@ from typing import cast
 
 from aule import settings
 from aule.artifact import Artifact
-from aule.errors import AuleError, BackendUnavailableError, ClosedError, InvalidArgumentError
+from aule.errors import (
+    AuleError,
+    BackendUnavailableError,
+    ClosedError,
+    DeviceLostError,
+    InvalidArgumentError,
+    OutOfMemoryError,
+)
 from aule.ir import KernelIR
 from aule.runtime._exit import in_flight
 from aule.runtime.base import Device
@@ -105,9 +112,10 @@ def devices(name: str) -> list[Device]:
             candidate = backend(name)
             try:
                 _found[name] = candidate.devices()
-            except InvalidArgumentError:  # an environment variable, which the program may correct
+            except (InvalidArgumentError, OutOfMemoryError, DeviceLostError):
+                # A wrong environment variable, or a shortage: the next probe may succeed.
                 raise
-            except AuleError as error:
+            except BackendUnavailableError as error:
                 _errors[name] = copy.copy(error)
                 log.debug("backend %s: %s", name, error)
                 raise
