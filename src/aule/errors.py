@@ -31,7 +31,7 @@ class AuleError(Exception):
 
 
 def _rebuild(cls: type[AuleError], state: dict[str, object], args: tuple[object, ...]) -> AuleError:
-    error = cls.__new__(cls)
+    error = AuleError.__new__(cls)  # MemoryError has a constructor of its own, which refuses our classes
     Exception.__init__(error, *args)
     error.__dict__.update(state)
     return error
@@ -53,8 +53,8 @@ class NoComputeQueueError(BackendUnavailableError):
         self.code = "AULE_ERROR_NO_COMPUTE_QUEUE"
 
 
-class OutOfMemoryError(AuleError):
-    """The device refused an allocation."""
+class OutOfMemoryError(AuleError, MemoryError):
+    """The device, or the host, refused an allocation; ``requested_bytes`` of it where that is known."""
 
     def __init__(self, message: str, requested_bytes: int | None = None) -> None:
         super().__init__("AULE_ERROR_OUT_OF_MEMORY", message)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from aule import settings
 from aule.backends import registry
 from aule.engine.attention import attention_views, forward_on_device, gradients_on_device
-from aule.engine.memory import STORED
+from aule.engine.memory import STORED, reports_shortage
 from aule.errors import (
     BackendUnavailableError,
     ClosedError,
@@ -54,6 +54,7 @@ class Tensor:
         self._allocation: Allocation | None = None
         self._allocation = context._open().alloc(max(self.nbytes, 16))
 
+    @reports_shortage
     def upload(self, array: npt.ArrayLike) -> Tensor:
         """Copy a host array of the same shape in, converting its dtype; returns the tensor."""
         allocation = self._memory()
@@ -72,6 +73,7 @@ class Tensor:
             allocation.device.upload(allocation, data)
         return self
 
+    @reports_shortage
     def download(self) -> npt.NDArray[Any]:
         """Copy to the host, after all work on the device.
 

@@ -15,6 +15,7 @@ from aule import settings
 from aule.api.decode import cascade_attention, flash_attention_paged
 from aule.backends import registry
 from aule.engine.kvcache import writer
+from aule.engine.memory import reports_shortage
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import without_torch
 from aule.ops.decode.validate import LAYOUTS, MAX_PAGE
@@ -222,6 +223,7 @@ class KVCache:
         """The arrays of a layer, not copies: writing to them changes the cache."""
         return self._pools[self._layer("pool", layer)]
 
+    @reports_shortage
     def block_tables(self, seqs: int | Sequence[int]) -> Any:
         """Pages of each sequence in order: int32 ``[len(seqs), pages of the longest]``, on the pool's device.
 
@@ -232,6 +234,7 @@ class KVCache:
             key = (wanted, self._pages.version)
             return self._remembered("tables", key, lambda: self._pages.table(wanted))
 
+    @reports_shortage
     def context_lens(self, seqs: int | Sequence[int], layer: int = 0) -> Any:
         """Tokens of each sequence: int32 ``[len(seqs)]``, on the pool's device. Must not be written to."""
         with self._lock:
@@ -245,6 +248,7 @@ class KVCache:
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
+    @reports_shortage
     def append(
         self,
         seqs: int | Sequence[int],
@@ -301,6 +305,7 @@ class KVCache:
                 raise
             self._pages.commit(planned)
 
+    @reports_shortage
     def attend(
         self,
         q: Any,

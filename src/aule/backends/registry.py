@@ -15,8 +15,16 @@ from typing import cast
 
 from aule import settings
 from aule.artifact import Artifact
-from aule.errors import AuleError, BackendUnavailableError, InvalidArgumentError
+from aule.errors import (
+    AuleError,
+    BackendUnavailableError,
+    ClosedError,
+    DeviceLostError,
+    InvalidArgumentError,
+    OutOfMemoryError,
+)
 from aule.ir import KernelIR
+from aule.runtime._exit import in_flight
 from aule.runtime.base import Device
 from aule.target import Target
 
@@ -92,7 +100,7 @@ def _unknown(name: str, message: str) -> BackendUnavailableError:
 def devices(name: str) -> list[Device]:
     """List the devices of a backend; raises `BackendUnavailableError` with the remedy if there are none."""
     global _pid
-    with _lock:
+    with in_flight, _lock:
         if os.getpid() != _pid:  # in a forked child the parent's devices do not work
             _found.clear()
             _errors.clear()
@@ -104,9 +112,10 @@ def devices(name: str) -> list[Device]:
             candidate = backend(name)
             try:
                 _found[name] = candidate.devices()
-            except InvalidArgumentError:  # an environment variable, which the program may correct
+            except (InvalidArgumentError, OutOfMemoryError, DeviceLostError):
+                # A wrong environment variable, or a shortage: the next probe may succeed.
                 raise
-            except AuleError as error:
+            except BackendUnavailableError as error:
                 _errors[name] = copy.copy(error)
                 log.debug("backend %s: %s", name, error)
                 raise
@@ -158,7 +167,7 @@ def choose(spec: str | None = None) -> Device | None:
             continue  # raising the error again would take longer than a small attention call
         try:
             hardware = [d for d in devices(candidate.name) if not d.target.software]
-        except InvalidArgumentError:
+        except (InvalidArgumentError, ClosedError):
             raise
         except AuleError:
             continue

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 import os
+import re
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from aule.errors import InvalidDtypeError, InvalidShapeError
+from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError, OutOfMemoryError
 from aule.runtime.base import Allocation, Device
 from aule.view import TensorView, contiguous_strides
 
 Array = npt.NDArray[Any]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _LEAST_SCRATCH = 1024
 _MOST_REUSED_BYTES = 256 << 20
@@ -47,6 +52,46 @@ def check_memory(op: str, views: Mapping[str, TensorView], device: Device) -> No
                 f"[{op}] expected arrays of at most {target.max_buffer_bytes} bytes on {target.name}, got "
                 f"{name} with {extent}; split the batch or use another backend"
             )
+
+
+_PYTORCH_SHORTAGE = re.compile(r"DefaultCPUAllocator.*you tried to allocate (\d+) bytes", re.DOTALL)
+"""Text of the RuntimeError of PyTorch's allocator of host memory."""
+
+
+def reports_shortage(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Wrap a function so that a shortage of host memory raises `OutOfMemoryError`."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            found = _shortage(error)
+            if found is None:
+                raise
+            raise found from error
+
+    return call
+
+
+def _shortage(error: Exception) -> OutOfMemoryError | None:
+    """Return our error for a shortage of host memory that NumPy, PyTorch or Python reported; None for other errors."""
+    if isinstance(error, AuleError):
+        return None
+    requested: int | None = None
+    if isinstance(error, RuntimeError):
+        asked = _PYTORCH_SHORTAGE.search(str(error))
+        if asked is None:
+            return None
+        requested = int(asked[1])
+    elif hasattr(error, "shape") and hasattr(error, "dtype"):  # NumPy says which array
+        requested = math.prod(error.shape) * error.dtype.itemsize
+    size = "enough" if requested is None else f"{requested} bytes of"
+    return OutOfMemoryError(
+        f"[host] expected {size} memory, got none ({error or type(error).__name__}); free some or make the problem "
+        "smaller",
+        requested,
+    )
 
 
 def host_view(dtype: str, array: Array) -> TensorView:

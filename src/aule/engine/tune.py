@@ -11,12 +11,13 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from aule import settings, tuning
-from aule.engine.memory import Arena, Array
+from aule.engine.memory import Arena, Array, reports_shortage
 from aule.engine.probe import find_layout
 from aule.engine.run import prepare
 from aule.engine.tune_cases import Case, Settings, cases
@@ -85,10 +86,12 @@ def tune(device: Device, op: str, wanted: Settings, seconds: float = 0.2) -> Ite
         )
     if wanted.dtype != "f32":
         find_layout(device)
-    for case in cases(op, wanted, device.target):
+    following = reports_shortage(partial(next, cases(op, wanted, device.target), None))  # makes the case's arrays
+    while (case := following()) is not None:
         yield _tune_case(device, case, seconds)
 
 
+@reports_shortage
 def _tune_case(device: Device, case: Case, seconds: float) -> Outcome:
     with _Bench(device, case) as bench:
         tried = (None, *candidates(case, device.target))
@@ -99,7 +102,8 @@ def _tune_case(device: Device, case: Case, seconds: float) -> Outcome:
     if saved is not None:
         where = {"device": device.target.name, "driver": device.target.driver, "date": str(datetime.date.today())}
         record = tuning.Record(case.op, case.when, saved, where)
-    own.save(device.target, case.op, case.when, record)
+    if table.speed > 0:  # otherwise nothing was learnt
+        own.save(device.target, case.op, case.when, record)
     return Outcome(case, measured, saved)
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from aule.backends import registry
 from aule.engine.attention import forward_on_host, host_device
 from aule.engine.launch import on_host as launch_on_host
-from aule.engine.memory import STORED
+from aule.engine.memory import STORED, reports_shortage
 from aule.engine.row_ops import host_device as row_op_device
 from aule.engine.row_ops import on_host
 from aule.errors import InvalidDtypeError, InvalidShapeError
@@ -87,6 +87,7 @@ def ml_dtype(name: str) -> Any:
     return getattr(ml_dtypes, name)
 
 
+@reports_shortage
 def to_precision(array: Array, precision: str) -> Array:
     """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; without a copy if they are that already."""
     if not isinstance(array, np.ndarray) or _NAMES.get(array.dtype.name) not in FLOAT_DTYPES:
@@ -104,6 +105,7 @@ def to_precision(array: Array, precision: str) -> Array:
         return array.astype(dtype, copy=False)
 
 
+@reports_shortage
 def make(array: Array, device: None, dtype: Any, op: str) -> Array:
     """Convert a float64 result to a dtype, by default float32."""
     try:
@@ -131,6 +133,7 @@ def _seed_words(op: str, dropout_p: Any, seed: Any) -> Array | None:
     return seed_words(fresh_seed() if number is None else number)
 
 
+@reports_shortage
 def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
     """Attention on NumPy arrays; the result is finished on return."""
     if type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None:
@@ -151,6 +154,7 @@ def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> 
     return (result, _required(lse).reshape(operands.lse_shape)) if options.return_lse else result
 
 
+@reports_shortage
 def flash_attention_varlen(
     q: Array, k: Array, v: Array, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
 ) -> Any:
@@ -168,6 +172,7 @@ def flash_attention_varlen(
     return (result, _required(lse)[0]) if options.return_lse else result
 
 
+@reports_shortage
 def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """A row operation on NumPy arrays, finished on return; arrays and options are in the order of its spec."""
     spec = CATALOGUE[name]
@@ -193,6 +198,7 @@ def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend
     return results[0] if len(results) == 1 else tuple(results)
 
 
+@reports_shortage
 def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
     """Attention over a cache of keys and values, of NumPy arrays; the result is finished on return."""
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
@@ -208,6 +214,7 @@ def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
     return (result, _required(lse).reshape(operands.lse_shape)) if options.return_lse else result
 
 
+@reports_shortage
 def merge_states(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Combine two attention results over disjoint keys."""
     for name, array in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.engine.kvcache import append_on_host, copy_on_host, no_memory, writer
-from aule.engine.memory import STORED
+from aule.engine.memory import STORED, reports_shortage
 from aule.errors import InvalidDtypeError
 from aule.frontends.numpy import ml_dtype, view
 from aule.ops.kvcache.problem import append_problem
@@ -42,6 +42,7 @@ def empty(shape: tuple[int, ...], dtype: str, device: None) -> Array:
         raise no_memory(math.prod(shape) * np.dtype(kind).itemsize, "the host", error) from error
 
 
+@reports_shortage
 def new(array: Array) -> Array:
     """A contiguous array of an array's shape and type, of undefined contents."""
     return np.empty(array.shape, array.dtype)
@@ -53,12 +54,14 @@ def integers(array: npt.NDArray[np.int32], device: None) -> Array:
     return array
 
 
+@reports_shortage
 def write(op: str, arrays: Mapping[str, Array], *, interleaved: bool = False, backend: str | None = None) -> None:
     """Write new rows into caches. ``arrays`` as for `append_problem`."""
     views = {name: view(array, name) for name, array in arrays.items()}
     append_on_host(append_problem(op, views, interleaved=interleaved), views, writer(backend))
 
 
+@reports_shortage
 def copy_pages(arrays: Mapping[str, Array], pairs: npt.NDArray[np.int32], *, backend: str | None = None) -> None:
     """Copy pages of arrays ``[layers, pages, ...]`` of the cache."""
     flat = {name: array.reshape(*array.shape[:2], -1) for name, array in arrays.items()}

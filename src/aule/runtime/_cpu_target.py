@@ -101,9 +101,10 @@ def _registry_name() -> str:
 def _cache_bytes() -> int:
     """Return the size of the first processor's largest cache; 0 if unknown."""
     found = 0
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with contextlib.suppress(OSError, ValueError):
-            found = max(found, int(file.read_text().strip().removesuffix("K")) << 10)
+    with contextlib.suppress(OSError):  # of the folder
+        for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+            with contextlib.suppress(OSError, ValueError):
+                found = max(found, int(file.read_text().strip().removesuffix("K")) << 10)
     return found
 
 

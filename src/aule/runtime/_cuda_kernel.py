@@ -12,6 +12,7 @@ from aule.artifact import SCALAR_FORMATS, Artifact, Param
 from aule.errors import AuleError, ShaderCompileError
 from aule.runtime import _cuda_driver as cu
 from aule.runtime._cuda_context import Context
+from aule.runtime._exit import in_flight
 from aule.runtime.base import Device, Grid, Program
 
 _log = logging.getLogger("aule")
@@ -202,7 +203,7 @@ class PreparedLaunch:
     def launch(self, pointers: Sequence[int], stream: int) -> None:
         """Launch with new pointers, one per buffer in the kernel's order, on a native stream (0: legacy default)."""
         context = self._context
-        with context.lock:
+        with in_flight, context.lock:
             if context.refusal is not None:
                 raise context.refusal()
             try:

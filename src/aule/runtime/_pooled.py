@@ -6,6 +6,7 @@ work of the previous owner. Buffers are never divided.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -13,11 +14,13 @@ from abc import abstractmethod
 from typing import Any, Generic, TypeVar
 
 from aule.errors import BackendUnavailableError, DeviceLostError, OutOfMemoryError
+from aule.runtime._exit import at_end
 from aule.runtime.base import Allocation, Device
 from aule.target import Target
 
 # A driver serves the process that started it and does not survive a fork: its threads and handles are lost.
 _driver_pids: dict[str, int] = {}
+_devices: weakref.WeakSet[PooledDevice[Any]] = weakref.WeakSet()
 
 
 def claim_driver(backend: str) -> None:
@@ -28,6 +31,7 @@ def claim_driver(backend: str) -> None:
             f"[{backend}] expected a driver started in this process, got one started before os.fork(); "
             "start workers with the 'spawn' method",
         )
+    at_end(_close_all)
 
 
 def size_class(nbytes: int) -> int:
@@ -36,6 +40,13 @@ def size_class(nbytes: int) -> int:
         return max(256, 1 << max(nbytes - 1, 0).bit_length())
     step = 1 << ((nbytes - 1).bit_length() - 4)
     return -(-nbytes // step) * step
+
+
+def _close_all() -> None:
+    """Close all devices at the interpreter's end: a driver may crash if it is unloaded while work runs."""
+    for device in list(_devices):
+        with contextlib.suppress(Exception):
+            device.close()
 
 
 class Block:
@@ -78,6 +89,7 @@ class PooledDevice(Device, Generic[B]):
         self._live: weakref.WeakSet[Allocation] = weakref.WeakSet()
         self._pool: dict[int, list[B]] = {}
         self._pooled_bytes = 0
+        _devices.add(self)
 
     def alloc(self, nbytes: int) -> Allocation:
         self._check()

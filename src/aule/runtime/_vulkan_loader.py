@@ -227,7 +227,7 @@ class Instance:
         try:
             vk.vkCreateInstance(ctypes.byref(info), None, ctypes.byref(self.handle))
         except AuleError as error:
-            if isinstance(error, BackendUnavailableError):  # its message includes the remedy
+            if isinstance(error, (BackendUnavailableError, OutOfMemoryError)):  # its message includes the remedy
                 raise
             raise BackendUnavailableError("vulkan", f"{error.message}; {driver_remedy()}") from None
         if messenger is not None:

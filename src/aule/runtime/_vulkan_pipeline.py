@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from aule import settings, store
 from aule.artifact import Artifact, scalar_offsets
-from aule.errors import AuleError, DeviceLostError, ShaderCompileError
+from aule.errors import AuleError, DeviceLostError, OutOfMemoryError, ShaderCompileError
 from aule.runtime import _vulkan_api as api
 from aule.runtime._refused import save_refused
 from aule.runtime._vulkan_loader import enumerate_all, log, validation_messages
@@ -263,7 +263,7 @@ class Pipelines:
             # A build for statistics must neither come from the cache nor fill it.
             cache = ctypes.c_uint64() if flags else self._cache
             vk.vkCreateComputePipelines(device, cache, 1, ctypes.byref(info), None, ctypes.byref(pipeline))
-        except DeviceLostError:
+        except (DeviceLostError, OutOfMemoryError):
             raise
         except AuleError as error:
             messages = "\n".join([error.message, *validation_messages()[messages_before:]])

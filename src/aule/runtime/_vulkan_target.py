@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from aule.errors import AuleError, BackendUnavailableError, NoComputeQueueError
+from aule.errors import AuleError, BackendUnavailableError, NoComputeQueueError, OutOfMemoryError
 from aule.runtime import _vulkan_api as api
 from aule.runtime._vulkan_loader import (
     API_VERSION,
@@ -403,6 +403,8 @@ def inspect_all(instance: Instance) -> tuple[list[Facts], list[AuleError]]:
     for position in range(len(instance.physical)):
         try:
             usable.append(inspect(instance, position))
+        except OutOfMemoryError:  # passes, and a device that is skipped would change the others' numbers
+            raise
         except AuleError as error:
             log.info("device skipped: %s", error)
             refused.append(error)

@@ -13,13 +13,15 @@ Rules for every implementation:
 * After ``os.fork()``, a device opened in the parent raises `DeviceLostError` in the child ("opened before fork").
 * A closed device or a freed allocation raises `ClosedError`; an allocation or program of another device,
   `DeviceMismatchError`.
+* Once the interpreter ends, calls of threads that still run raise `ClosedError` (`_exit`).
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from aule.errors import (
     LaunchError,
     ShaderCompileError,
 )
+from aule.runtime._exit import in_flight
 from aule.runtime._refused import save_refused
 from aule.target import Target
 
@@ -78,6 +81,21 @@ def as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
 
 
+_COUNTED = "alloc download import_host launch load synchronize time_launch time_launches upload".split()
+"""Methods that call the driver. `free` is not among them: after the end it has nothing left to free."""
+
+
+def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method so that the interpreter's end waits for it, and refuses it afterwards."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with in_flight:
+            return method(*args, **kwargs)
+
+    return call
+
+
 class Device(ABC):
     """One device of one runtime."""
 
@@ -85,6 +103,12 @@ class Device(ABC):
     index: int
     """Position in the runtime's list: ``backend="vulkan:1"`` is index 1."""
     _closed: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _COUNTED:
+            if name in vars(cls):
+                setattr(cls, name, _counted(vars(cls)[name]))
 
     @property
     def closed(self) -> bool:

@@ -30,8 +30,9 @@ import numpy.typing as npt
 
 from aule import settings
 from aule.artifact import SCALAR_FORMATS, Artifact
-from aule.errors import LaunchError, OutOfMemoryError
+from aule.errors import LaunchError, OutOfMemoryError, ShaderCompileError
 from aule.runtime import _cpu_llvm, _cpu_openmp, _cpu_pool, _cpu_target
+from aule.runtime._exit import in_flight
 from aule.runtime.base import Allocation, Arguments, Device, Grid, Program
 
 _ALIGNMENT = 64
@@ -133,7 +134,8 @@ class PreparedLaunch:
             cells = self._pack(*values)
         except (struct.error, OverflowError, TypeError) as error:
             raise device.argument_error(self._program.artifact, error) from None
-        device._run(self._kernel.address, cells, self._grid, self._total, on_pytorch)
+        with in_flight:
+            device._run(self._kernel.address, cells, self._grid, self._total, on_pytorch)
 
 
 class PreparedSequence:
@@ -243,7 +245,7 @@ class CpuDevice(Device):
         self.check_language(artifact, "llvm")
         try:
             code = _cpu_llvm.load(self._machine, artifact.text, {artifact.entry: _cpu_pool.KERNEL_TYPES})
-        except _cpu_llvm.Refused as refusal:
+        except (_cpu_llvm.Refused, RuntimeError) as refusal:  # RuntimeError: llvmlite's, for all that LLVM refuses
             raise self.refused_error(artifact, "LLVM refused it", str(refusal)) from None
         return Program(self, artifact, _Kernel(artifact, code))
 
@@ -259,12 +261,17 @@ class CpuDevice(Device):
         if not total:
             return
         count, set_by_pytorch = _cpu_pool.threads() if total > 1 else (1, False)
-        team = _cpu_openmp.team(self._machine) if on_pytorch and set_by_pytorch and count > 1 else None
+        try:
+            team = _cpu_openmp.team(self._machine) if on_pytorch and set_by_pytorch and count > 1 else None
+            pool = _cpu_pool.pool(self._machine)
+        except (_cpu_llvm.Refused, RuntimeError) as refusal:
+            raise ShaderCompileError(
+                f"[cpu] expected LLVM to compile the code of the threads, got: {refusal}; reinstall llvmlite"
+            ) from None
         if team is not None:
             # Use all of them: a smaller team makes OpenMP end threads now and restart them for the next operator.
             team.run(team.address, kernel, cells, total, 1, *grid, count - 1)
             return
-        pool = _cpu_pool.pool(self._machine)
         helpers = pool.ready(min(count, total) - 1) if total > 1 else 0
         pool.run(pool.address, kernel, cells, total, 1, *grid, helpers)
 

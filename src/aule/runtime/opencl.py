@@ -242,7 +242,10 @@ class OpenCLDevice(PooledDevice[_Block]):
             self._open()
             if self._timing_queue is None:
                 properties = self._cl.command_queue_properties.PROFILING_ENABLE
-                self._timing_queue = self._cl.CommandQueue(self._context, self._device, properties)
+                try:
+                    self._timing_queue = self._cl.CommandQueue(self._context, self._device, properties)
+                except self._cl.Error as error:
+                    raise self._opening_error(error) from error
             queue = self._timing_queue
         event = self._enqueue(queue, program, grid, args)
         if event is None:
@@ -282,11 +285,15 @@ class OpenCLDevice(PooledDevice[_Block]):
                         self._context = self._cl.Context([self._device])
                         self._queue = self._cl.CommandQueue(self._context, self._device)
                     except self._cl.Error as error:
-                        raise BackendUnavailableError(
-                            "opencl",
-                            f"[opencl] expected a context on {self.target.name}, got {error}; check the driver",
-                        ) from error
+                        self._context = None
+                        raise self._opening_error(error) from error
         return self._queue
+
+    def _opening_error(self, error: Any) -> AuleError:
+        text = f"[opencl] expected a context and a queue on {self.target.name}, got {error}"
+        if error.code in self._memory_codes() and error.code != self._cl.status_code.OUT_OF_RESOURCES:
+            return OutOfMemoryError(f"{text}; free memory of the device")
+        return BackendUnavailableError("opencl", f"{text}; check the driver")
 
     def _new_block(self, size: int, nbytes: int) -> _Block:
         memory = self.target.memory_bytes

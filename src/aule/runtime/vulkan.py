@@ -8,7 +8,6 @@ Environment
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from aule.artifact import Artifact
 from aule.errors import AuleError, BackendUnavailableError, LaunchError, NoComputeQueueError
+from aule.runtime._exit import at_end
 from aule.runtime._vulkan_context import Context, Dispatch
 from aule.runtime._vulkan_loader import close_instance, driver_remedy, instance, validation_messages
 from aule.runtime._vulkan_memory import Region
@@ -261,9 +261,11 @@ def _none_usable(reasons: list[AuleError]) -> AuleError:
     return kind("vulkan", text)
 
 
-@atexit.register
 def _close_all() -> None:
-    """Close all devices at exit: a driver may crash if it is unloaded while work runs."""
+    """Close all devices at the interpreter's end: a driver may crash if it is unloaded while work runs."""
     for device in list(_opened):
         device.close()
     close_instance()
+
+
+at_end(_close_all)

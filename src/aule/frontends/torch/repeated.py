@@ -135,11 +135,14 @@ class OnHost(Repeated):
         if self._check is not None:
             self._check(tensors)
         self.misses = 0
-        if self._sources is None:
-            made = [_empty_cpu(*output) for output in self._outputs]
-        else:
-            made = self._result_memory(tensors, _empty_cpu)
-            tensors = tensors[: self._count]
+        try:
+            if self._sources is None:
+                made = [_empty_cpu(*output) for output in self._outputs]
+            else:
+                made = self._result_memory(tensors, _empty_cpu)
+                tensors = tensors[: self._count]
+        except RuntimeError:  # no memory: the route says how much
+            return None
         self._launch([x.data_ptr() for x in (*tensors, *made)], None)
         return tuple(made) if self._in_order else self._results(made)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from aule.engine.memory import reports_shortage
 from aule.engine.row_ops import host_device
 from aule.engine.run import BoundCall
 from aule.frontends.torch import repeated
@@ -36,6 +37,7 @@ class Host(Planned):
     def __init__(self, foreign: bool = False) -> None:
         self._foreign = foreign
 
+    @reports_shortage
     def compute(self, call: Call) -> Results:
         call = call.placed(on_host=True)
         device = call.host_device(self._foreign)
