@@ -31,10 +31,7 @@ def _switch(name: str, default: str) -> bool:
 
 
 def backend() -> str | None:
-    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``).
-
-    For CUDA tensors it is read only when a call's signature is first seen.
-    """
+    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``)."""
     return None if _missing(_BACKEND) else os.environ.get("AULE_BACKEND") or None
 
 

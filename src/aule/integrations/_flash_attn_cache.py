@@ -12,6 +12,7 @@ from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeE
 from aule.frontends.torch import kvcache
 from aule.frontends.torch.checks import integers, no_gradient, require_plain
 from aule.frontends.torch.decode import check_decode
+from aule.frontends.torch.modes import refuse_transforms
 from aule.ops.decode.validate import MAX_PAGE
 from aule.options import DecodeOptions
 
@@ -222,6 +223,7 @@ def _check_combination(call: CacheCall) -> None:
 
 def _check_tensors(call: CacheCall) -> None:
     op = call.op
+    refuse_transforms(op, call[1:], "call it outside of them")
     for name in ("k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin"):
         tensor = getattr(call, name)
         if tensor is None:
