@@ -69,4 +69,4 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
             if ctx.needs_input_grad[3]:
                 heads_first = saved._replace(out=out.transpose(0, 1), dout=saved.dout.transpose(0, 1))
                 of_sinks = sink_gradient(heads_first, sinks)
-        return (*refuse_second((*grads, of_sinks), dout, *inputs), None)
+        return (*refuse_second((*grads, of_sinks), dout, *inputs, op=OP), None)
