@@ -192,9 +192,9 @@ def default_dtype() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def environment() -> Iterator[None]:
+def environment(name: str, value: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AULE_BACKEND", "numpy")
+        patch.setenv(name, value)
         yield
 
 
@@ -218,7 +218,8 @@ STATES: dict[str, Callable[[Way, Tensors], Any]] = {
     "jit.trace": traced,
     "saved tensor hooks": with_hooks,
     "anomaly mode": within(lambda: torch.autograd.detect_anomaly(check_nan=True)),
-    "AULE_BACKEND": within(environment),
+    "AULE_BACKEND": within(lambda: environment("AULE_BACKEND", "numpy")),
+    "AULE_CHECK_INDICES": within(lambda: environment("AULE_CHECK_INDICES", "1")),
 }
 
 

@@ -33,7 +33,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
 _autocast_dtype = torch.get_autocast_dtype
 _forward_ad = torch.autograd.forward_ad
-_chosen = settings.backend
+_chosen, _checks_indices = settings.backend, settings.check_indices
 _MISSES_BEFORE_REPLACEMENT = 8
 """Misses of a remembered call before another call with its key and shapes replaces it: preparing one takes long."""
 
@@ -171,6 +171,7 @@ class OnCuda(Repeated):
             _nested(tensors)
             or not self._same(*tensors)
             or self._other_state()
+            or (self._check is not None and _checks_indices())
             or (self._overlap is not None and self._overlap(tensors))
         ):
             return None
@@ -190,7 +191,7 @@ class OnCuda(Repeated):
 
 
 class PlainOnCuda(OnCuda):
-    """A repeated call with three operands and one result, as most calls of attention, without loops."""
+    """A repeated call with three operands of floats and one result, as most calls of attention, without loops."""
 
     __slots__ = ()
 
@@ -244,7 +245,8 @@ def remember(kind: type[OnHost | OnCuda], call: Call, ready: Ready, tensors: Seq
         found.misses += 1
         return
     if kind.possible(tensors) and reliable():
-        plain = len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1 and not call.destinations
+        plain = len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1
+        plain = plain and not call.destinations and ready.check is None
         if plain and kind is OnCuda:
             kind = PlainOnCuda
         made = _calls.put(key, kind(call, ready, tensors), ready.device)

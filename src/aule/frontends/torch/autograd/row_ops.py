@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aule.errors import AuleError, InvalidArgumentError
 from aule.frontends.torch import passes, repeated, route
-from aule.frontends.torch.autograd.second_derivative import refuse_second
+from aule.frontends.torch.autograd.refuse import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import no_forward_mode
 from aule.frontends.torch.compile.vmap import row_op_one_by_one

@@ -10,7 +10,7 @@ from torch import Tensor
 from aule.frontends.torch import route
 from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.autograd.attention import CONSTANT, needs_gradient
-from aule.frontends.torch.autograd.second_derivative import refuse_second
+from aule.frontends.torch.autograd.refuse import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import no_gradient
 from aule.frontends.torch.modes import grad_enabled, refuse_transforms
