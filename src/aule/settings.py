@@ -8,8 +8,9 @@ from pathlib import Path
 
 from aule.errors import InvalidArgumentError
 
-_BACKEND, _NUM_THREADS = (
-    os.fsencode(name) if os.name == "posix" else name for name in ("AULE_BACKEND", "AULE_NUM_THREADS")
+_BACKEND, _NUM_THREADS, _CHECK_INDICES = (
+    os.fsencode(name) if os.name == "posix" else name
+    for name in ("AULE_BACKEND", "AULE_NUM_THREADS", "AULE_CHECK_INDICES")
 )
 
 
@@ -37,11 +38,16 @@ def _count(name: str, chosen: str) -> int:
 
 
 def backend() -> str | None:
-    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``).
-
-    For CUDA tensors it is read only when a call's signature is first seen.
-    """
+    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``)."""
     return None if _missing(_BACKEND) else os.environ.get("AULE_BACKEND") or None
+
+
+def check_indices() -> bool:
+    """``AULE_CHECK_INDICES=1`` also checks lengths, block tables, positions and targets in a device's memory.
+
+    Every such call then waits for the device. Those in host memory are always checked.
+    """
+    return not _missing(_CHECK_INDICES) and _switch("AULE_CHECK_INDICES", "0")
 
 
 def cache_dir() -> Path:

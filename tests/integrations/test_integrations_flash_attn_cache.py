@@ -121,6 +121,69 @@ def test_keys_that_begin_later() -> None:
         torch.testing.assert_close(out[b], wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_pages_with_rows_of_the_table_and_keys_that_begin_later(chosen: bool, left: bool) -> None:
+    """As FlashAttention-3's tests have it: ``cache_batch_idx`` chooses rows of the table."""
+    q, k, v = tensors((BATCH, 2, HEADS, DIM), (BATCH, 2, HEADS_KV, DIM), (BATCH, 2, HEADS_KV, DIM))
+    k_cache, v_cache = tensors((16, 4, HEADS_KV, DIM), (16, 4, HEADS_KV, DIM))
+    table = torch.tensor([[7, 2, 5], [0, 1, 14], [8, 3, 6], [10, 11, 12], [9, 13, 4]], dtype=torch.int32)
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32) if chosen else torch.arange(BATCH, dtype=torch.int32)
+    mine = table[rows.long()]
+    given = {"cache_seqlens": LENS, "causal": True, "return_softmax_lse": True}
+    if left:
+        given["cache_leftpad"] = torch.tensor([2, 0, 9], dtype=torch.int32)
+    gathered = [x[mine.long()].flatten(1, 2) for x in (k_cache, v_cache)]
+    wanted = flash_attn.flash_attn_with_kvcache(q, *gathered, k, v, **given)
+    given |= {"block_table": table, "cache_batch_idx": rows} if chosen else {"block_table": mine}
+    found = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given)
+    for got, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
+    for cache, right in zip((k_cache, v_cache), gathered, strict=True):
+        assert torch.equal(cache[mine.long()].flatten(1, 2), right)
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_lengths_beyond_the_table_are_refused(new: int) -> None:
+    (q,) = tensors((1, 1, HEADS, DIM))
+    k_cache, v_cache = tensors((4, 256, HEADS_KV, DIM), (4, 256, HEADS_KV, DIM))
+    before, table = k_cache.clone(), torch.zeros(1, 1, dtype=torch.int32)
+    given = tensors((1, 1, HEADS_KV, DIM), (1, 1, HEADS_KV, DIM)) if new else [None, None]
+    lens = torch.tensor([257 - new], dtype=torch.int32)
+    with pytest.raises(aule.AuleError, match="block_table more columns"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *given, cache_seqlens=lens, block_table=table)
+    assert torch.equal(k_cache, before)
+    at_q, at_k = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 257], dtype=torch.int32)
+    with pytest.raises(aule.InvalidShapeError, match=r"context_lens in 0..256"):
+        flash_attn.flash_attn_varlen_func(q[0], k_cache, v_cache, at_q, at_k, 1, 257, block_table=table)
+
+
+def test_page_numbers_that_overflow_stay_wrong() -> None:
+    (q,) = tensors((1, 1, HEADS, DIM))
+    k, v = tensors((2, 512, HEADS_KV, DIM), (2, 512, HEADS_KV, DIM))
+    table = torch.tensor([[2**31 - 1]], dtype=torch.int32)
+    for given in ({}, {"cache_leftpad": torch.tensor([1])}):
+        with pytest.raises(aule.InvalidArgumentError, match="block_tables of pages"):
+            flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, block_table=table, **given)
+
+
+def test_the_backward_pass_over_pages_is_refused() -> None:
+    at_q, at_k = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([0, 7, 12], dtype=torch.int32)
+    q, k, v = tensors((4, HEADS, DIM), (5, 4, HEADS_KV, DIM), (5, 4, HEADS_KV, DIM))
+    call = at_q, at_k, 3, 7
+    table = torch.tensor([[4, 1], [0, 2]], dtype=torch.int32)
+    wanted = flash_attn.flash_attn_varlen_func(q, k, v, *call, block_table=table)
+    for name in "qkv":
+        given = {"q": q, "k": k, "v": v}
+        given[name] = given[name].clone().requires_grad_()
+        out = flash_attn.flash_attn_varlen_func(*given.values(), *call, block_table=table)
+        assert torch.equal(out, wanted) and out.requires_grad
+        with pytest.raises(aule.AuleError, match=r"\[flash_attn_varlen_func\] expected tensors that need no gradient"):
+            out.sum().backward()
+        with torch.no_grad():
+            assert not flash_attn.flash_attn_varlen_func(*given.values(), *call, block_table=table).requires_grad
+
+
 def test_pages_larger_than_ours() -> None:
     (q,) = tensors((2, 1, HEADS, DIM))
     k, v = tensors((3, 512, HEADS_KV, DIM), (3, 512, HEADS_KV, DIM))
@@ -159,7 +222,8 @@ def test_packed_queries_over_pages() -> None:
         ({"k": None, "v": None, "rotary_cos": torch.ones(4, 2), "rotary_sin": torch.ones(4, 2)},
          aule.InvalidArgumentError, "rotate q before"),
         ({"cache_seqlens": torch.zeros(2)}, aule.InvalidDtypeError, "cache_seqlens as an int32 tensor"),
-        ({"cache_leftpad": LENS, "block_table": LENS[None]}, aule.InvalidArgumentError, "without cache_batch_idx"),
+        ({"cache_leftpad": LENS, "block_table": torch.zeros(3, 0, dtype=torch.int32)},
+         aule.InvalidShapeError, "room for keys with cache_leftpad"),
         ({"k": torch.zeros(3, 1, 2, 9)}, aule.InvalidShapeError, "heads of 8"),
         ({"q": torch.zeros(3, 4, 8)}, aule.InvalidShapeError, "reshape"),
         ({"q": torch.zeros(3, 1, 4, 8, requires_grad=True)}, aule.AuleError, "no gradient"),

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aule import settings
 from aule.api.decode import decode_attention, flash_attention_paged
 from aule.api.kvcache import rotate
 from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch import kvcache
 from aule.frontends.torch.checks import integers, no_gradient, require_plain
 from aule.frontends.torch.decode import check_decode
+from aule.frontends.torch.modes import refuse_transforms
 from aule.ops.decode.validate import MAX_PAGE
 from aule.options import DecodeOptions
 
@@ -42,6 +44,7 @@ def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
     _check_combination(call)
     _check_tensors(call)
     _check_rows(call)
+    call = _with_own_table(call)
     batch, rows, heads, _ = call.q.shape
     room = call.k_cache.shape[1] * (1 if call.block_table is None else call.block_table.shape[1])
     seqlens = _lengths(call, room)
@@ -74,9 +77,22 @@ def _keys(call: CacheCall, room: int, lens: Any) -> tuple[Any, Any, Any, Any]:
         return *(x[:batch].transpose(1, 2) for x in (call.k_cache, call.v_cache)), None, lens
     if lens is None:
         lens = torch.full((batch,), room, dtype=torch.int32, device=call.q.device)
+    if call.cache_leftpad is not None:
+        return _as_keys(call, room, lens)
     if call.block_table is None:
-        return _as_pages(call, batch, lens)
+        return *_as_pages(call, batch), lens
     return *split_pages(call.op, call.k_cache, call.v_cache, call.block_table), lens
+
+
+def _with_own_table(call: CacheCall) -> CacheCall:
+    """Return the call with one row of the block table for each sequence, chosen by ``cache_batch_idx``."""
+    if call.block_table is None:
+        return call
+    table = call.block_table.to(call.q.device, torch.int32)
+    if call.cache_batch_idx is not None:
+        last = table.shape[0] - 1
+        table = table[_integers(call, "cache_batch_idx", call.cache_batch_idx, last).clamp(0, last).long()]
+    return call._replace(block_table=table)
 
 
 def split_pages(op: str, k_cache: Any, v_cache: Any, table: Any) -> tuple[Any, Any, Any]:
@@ -87,8 +103,13 @@ def split_pages(op: str, k_cache: Any, v_cache: Any, table: Any) -> tuple[Any, A
         return k_cache, v_cache, table
     parts = page // _divisor(page)
     k, v = (_divided(op, cache, parts) for cache in (k_cache, v_cache))
-    inner = torch.arange(parts, dtype=torch.int32, device=table.device)
-    return k, v, (table[..., None] * parts + inner).flatten(1)
+    inner = torch.arange(parts, device=table.device)
+    return k, v, _page_numbers((table.long()[..., None] * parts + inner).flatten(1))
+
+
+def _page_numbers(numbers: Any) -> Any:
+    """Return page numbers as int32; those that do not fit stay outside of every pool."""
+    return numbers.clamp(-1, 2**31 - 1).to(torch.int32)
 
 
 def _append(call: CacheCall, q: Any, seqlens: Any, options: dict[str, Any]) -> Any:
@@ -98,7 +119,7 @@ def _append(call: CacheCall, q: Any, seqlens: Any, options: dict[str, Any]) -> A
     positions = seqlens[:, None] + step
     size = call.k_cache.shape[1]
     if call.block_table is not None:
-        table = call.block_table.to(q.device, torch.int32)
+        table = call.block_table
         number = positions // size
         pages = table.gather(1, number.clamp(max=table.shape[1] - 1).long())
         slots = torch.where(number < table.shape[1], pages * size + positions % size, -1)
@@ -127,22 +148,25 @@ def _uses_positions(options: dict[str, Any]) -> bool:
     return bool(options["causal"]) or tuple(options["window"]) != (-1, -1)
 
 
-def _as_pages(call: CacheCall, batch: int, seqlens: Any) -> tuple[Any, Any, Any, Any]:
-    """View a contiguous cache as pages, for ``cache_batch_idx`` and ``cache_leftpad``."""
+def _as_pages(call: CacheCall, batch: int) -> tuple[Any, Any, Any]:
+    """View a contiguous cache as pages, for ``cache_batch_idx``."""
     size = call.k_cache.shape[1]
     first = _rows(call, batch)[:, None]
-    if call.cache_leftpad is None:
-        page = _divisor(size)
-        parts = size // page
-        table = first * parts + torch.arange(parts, dtype=torch.int32, device=first.device)
-    else:
-        left = _integers(call, "cache_leftpad", call.cache_leftpad, size)
-        parts = size
-        at = left[:, None] + torch.arange(size, dtype=torch.int32, device=first.device)
-        table = first * size + at.clamp(max=size - 1)
-        seqlens = (seqlens - left).clamp(min=0)
-    k, v = (_divided(call.op, cache, parts) for cache in (call.k_cache, call.v_cache))
-    return k, v, table, seqlens
+    parts = size // _divisor(size)
+    table = first * parts + torch.arange(parts, dtype=torch.int32, device=first.device)
+    return *(_divided(call.op, cache, parts) for cache in (call.k_cache, call.v_cache)), table
+
+
+def _as_keys(call: CacheCall, room: int, lens: Any) -> tuple[Any, Any, Any, Any]:
+    """View a cache as pages of one key each, for ``cache_leftpad``."""
+    size = call.k_cache.shape[1]
+    table = _rows(call, call.q.shape[0])[:, None] if call.block_table is None else call.block_table
+    left = _integers(call, "cache_leftpad", call.cache_leftpad, room)
+    at = left[:, None] + torch.arange(room, dtype=torch.int32, device=left.device)
+    at = at.clamp(0, room - 1).long()
+    pages = _page_numbers(table.long().gather(1, at // size) * size + at % size)
+    k, v = (_divided(call.op, cache, size) for cache in (call.k_cache, call.v_cache))
+    return k, v, pages, (lens - left).clamp(min=0)
 
 
 def _divided(op: str, cache: Any, parts: int) -> Any:
@@ -180,27 +204,32 @@ def _lengths(call: CacheCall, room: int) -> Any:
         given = torch.full((batch,), clamped, device="cpu")
     found = _integers(call, "cache_seqlens", given, room)
     new = 0 if call.k is None else call.k.shape[1]
-    if given.is_cpu and batch and int(given.max()) + new > room:
+    if _readable(given) and batch and int(given.max()) + new > room:
+        more = "the cache more room" if call.block_table is None else "block_table more columns"
         raise InvalidShapeError(
-            f"[{call.op}] expected room for {int(given.max())} keys and {new} new ones, got {room}; give the cache "
-            "more room"
+            f"[{call.op}] expected room for {int(given.max())} keys and {new} new ones, got {room}; give {more}"
         )
     return found
 
 
+def _readable(numbers: Any) -> bool:
+    """Return whether to check numbers: in host memory always, on a device if the user asks for it."""
+    return bool(numbers.is_cpu) or settings.check_indices()
+
+
 def _integers(call: CacheCall, name: str, given: Any, most: int) -> Any:
-    """Move one number per sequence to q's device; numbers in host memory are checked to be from 0 to ``most``."""
+    """Move one number per sequence to q's device; readable numbers are checked to be from 0 to ``most``."""
     batch = call.q.shape[0]
     is_integer = isinstance(given, torch.Tensor) and given.dtype in (torch.int32, torch.int64)
     if not is_integer or tuple(given.shape) != (batch,):
         got = f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
         raise InvalidDtypeError(f"[{call.op}] expected {name} as an int32 tensor [{batch}], got {got}; convert it")
-    if given.is_cpu and batch:
+    if _readable(given) and batch:
         least, largest = (int(x) for x in given.aminmax())
         if least < 0 or largest > most:
+            more = "the cache more room" if call.block_table is None else "block_table more columns or rows"
             raise InvalidArgumentError(
-                f"[{call.op}] expected {name} from 0 to {most}, got {given.tolist()}; correct it, or give the cache "
-                "more room"
+                f"[{call.op}] expected {name} from 0 to {most}, got {given.tolist()}; correct it, or give {more}"
             )
     return given.to(call.q.device, torch.int32)
 
@@ -213,15 +242,11 @@ def _check_combination(call: CacheCall) -> None:
         raise InvalidArgumentError(f"[{op}] expected cache_seqlens with k and v, got None; say where they belong")
     if call.rotary_cos is not None and call.k is None:
         raise InvalidArgumentError(f"[{op}] expected k and v with rotary_cos, got none; rotate q before the call")
-    if call.block_table is not None and (call.cache_batch_idx is not None or call.cache_leftpad is not None):
-        raise InvalidArgumentError(
-            f"[{op}] expected a block_table without cache_batch_idx and cache_leftpad, got one of these; put it into "
-            "the table"
-        )
 
 
 def _check_tensors(call: CacheCall) -> None:
     op = call.op
+    refuse_transforms(op, call[1:], "call it outside of them")
     for name in ("k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin"):
         tensor = getattr(call, name)
         if tensor is None:
@@ -239,11 +264,14 @@ def _check_rows(call: CacheCall) -> None:
     op = call.op
     if call.block_table is not None:
         shape = tuple(integers(op, "block_table", call.block_table).shape)
-        if len(shape) != 2 or shape[0] != call.q.shape[0]:
+        batch = call.q.shape[0]
+        fits = len(shape) == 2 and (shape[0] == batch or (call.cache_batch_idx is not None and shape[0] > 0))
+        if not fits:
             raise InvalidShapeError(
-                f"[{op}] expected block_table of [{call.q.shape[0]}, max_pages], got {list(shape)}; give each sequence "
-                "a row"
+                f"[{op}] expected block_table of [{batch}, max_pages], got {list(shape)}; give each sequence a row"
             )
+        if call.cache_leftpad is not None and 0 in (shape[1], call.k_cache.shape[1]):
+            raise InvalidShapeError(f"[{op}] expected room for keys with cache_leftpad, got none; add pages")
     elif call.k_cache.shape[1] == 0 and not (call.cache_batch_idx is None and call.cache_leftpad is None):
         got = list(call.k_cache.shape)
         raise InvalidShapeError(f"[{op}] expected k_cache with room for keys, got {got}; make it longer")
@@ -265,13 +293,13 @@ def _check_new(call: CacheCall, options: dict[str, Any]) -> None:
                 f"[{op}] expected {name}_cache with memory for every element, got an expanded tensor; clone it first"
             )
     chosen = call.cache_batch_idx
-    if chosen is not None and chosen.is_cpu and len(set(chosen.tolist())) != batch:
+    if chosen is not None and _readable(chosen) and len(set(chosen.tolist())) != batch:
         raise InvalidArgumentError(
             f"[{op}] expected every row of the cache once in cache_batch_idx with k and v, got {chosen.tolist()}; one "
             "would overwrite the other"
         )
     lens = call.cache_seqlens
-    if call.rotary_cos is not None and batch and (isinstance(lens, int) or lens.is_cpu):
+    if call.rotary_cos is not None and batch and (isinstance(lens, int) or _readable(lens)):
         further = max(call.k.shape[1], call.q.shape[1] if _uses_positions(options) else 1)
         needed = (lens if isinstance(lens, int) else int(lens.max())) + further
         if call.rotary_cos.dim() == 2 and call.rotary_cos.shape[0] < needed:  # other shapes are refused later

@@ -1,8 +1,8 @@
 """The functions of flash-attn 2: use ``import aule.integrations.flash_attn as flash_attn``.
 
 Signatures, layout (``[batch, seq, heads, head_dim]``) and meaning are those of flash-attn 2.8. Inputs are read in
-place, through their strides. ``return_attn_probs`` is not supported, nor a paged cache (``block_table``) with gradients
-or dropout. float32 and float64 are supported too.
+place, through their strides. ``return_attn_probs`` is not supported, nor gradients and dropout over a paged cache
+(``block_table``). float32 and float64 are supported too.
 
 CPU and CUDA tensors support gradients of q, k and v, except over a cache (`flash_attn_with_kvcache`). If a gradient is
 needed, the result is copied once into flash-attn's layout.
@@ -18,6 +18,7 @@ import torch
 from aule.api.attention import flash_attention, flash_attention_varlen
 from aule.api.decode import flash_attention_paged
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.frontends.torch.autograd.refuse import without_gradient
 from aule.frontends.torch.checks import integers
 from aule.frontends.torch.modes import autocast
 from aule.frontends.torch.route import host_backend
@@ -85,7 +86,7 @@ def flash_attn_func(
     causal : bool
         Causal mask, aligned bottom-right: the last row attends to all keys.
     window_size : (left, right)
-        Number of keys on each side of a row's own position; -1 for no limit.
+        Number of keys on each side of a row's own position, as a pair or a tensor of two; -1 for no limit.
     softcap : float
         Cap of the scores; 0.0 for none.
     alibi_slopes : float32 Tensor, optional
@@ -178,8 +179,8 @@ def flash_attn_varlen_func(
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
         As for `flash_attn_func`.
     block_table : int32 Tensor, optional
-        ``[batch, max_pages]``: k and v are a paged cache, ``[pages, page, heads_kv, head_dim]``, without gradients and
-        dropout; the differences of ``cu_seqlens_k`` are the numbers of keys.
+        ``[batch, max_pages]``: k and v are a paged cache, ``[pages, page, heads_kv, head_dim]``, without dropout; the
+        differences of ``cu_seqlens_k`` are the numbers of keys. The backward pass raises.
 
     Returns
     -------
@@ -279,13 +280,14 @@ def flash_attn_with_kvcache(
         ``[positions, rotary_dim / 2]``: k is rotated by its position in the cache, and q by the positions from
         ``cache_seqlens`` on. With neither ``causal`` nor a window, all of q is rotated by the first of these.
     cache_seqlens : int or int32 Tensor, optional
-        ``[batch]``: number of keys of each sequence, without the new ones. Default: all.
+        ``[batch]``: number of keys of each sequence, without the new ones. Default: all. Those on a GPU are limited to
+        the room there is; with ``AULE_CHECK_INDICES=1`` they are checked, which waits for the GPU.
     cache_batch_idx : int32 Tensor, optional
-        ``[batch]``: the cache row of each sequence.
+        ``[batch]``: the row of each sequence in the cache or, with ``block_table``, in the table.
     cache_leftpad : int32 Tensor, optional
         ``[batch]``: where the keys of each sequence start in its row. Slow: keys are read one by one.
     block_table : int32 Tensor, optional
-        ``[batch, max_pages]``.
+        ``[batch, max_pages]``; with ``cache_batch_idx`` any number of rows.
     softmax_scale, causal, window_size, softcap, alibi_slopes
         As for `flash_attn_func`.
     rotary_interleaved : bool
@@ -353,15 +355,22 @@ def _paged(op: str, options: _Options, sequences: _Sequences, block_table: Any, 
     _check(op, 3, "[total, heads, head_dim]", q=q)
     _check(op, 4, "[pages, page, heads_kv, head_dim]", k=k, v=v)
     keywords = _decode_keywords(op, options, q)
-    if checked_number(op, "dropout_p", options.dropout_p) or _needs_gradient(q, k, v):
-        remedy = "gather k and v first"
-        raise _unsupported(op, "neither dropout nor gradients with block_table", "one of them", remedy)
+    if checked_number(op, "dropout_p", options.dropout_p):
+        raise _unsupported(op, "no dropout with block_table", "some", "gather k and v first")
     offsets_k = integers(op, "cu_seqlens_k", sequences.offsets_k)
     if offsets_k.dim() != 1:
         raise InvalidShapeError(f"[{op}] expected cu_seqlens_k of [batch + 1], got {list(offsets_k.shape)}; flatten it")
     k, v, table = split_pages(op, k, v, block_table)
     packed = {"cu_seqlens_q": sequences.offsets_q, "max_seqlen_q": sequences.longest_q}
-    return flash_attention_paged(q, k, v, table, offsets_k.diff(), **packed, **keywords)
+
+    def compute() -> Any:
+        with torch.no_grad():
+            return flash_attention_paged(q, k, v, table, offsets_k.diff(), **packed, **keywords)
+
+    if not _needs_gradient(q, k, v):
+        return compute()
+    remedy = "gather k and v first, or call it under torch.no_grad()"
+    return without_gradient(compute, op, remedy, q, k, v)
 
 
 def _bounds(op: str, name: str, offsets: Any, total: int) -> tuple[int, int]:
@@ -385,6 +394,8 @@ def _keywords(op: str, options: _Options) -> dict[str, Any]:
         remedy = "the probabilities are never stored; aule.flash_attention gives the log-sum-exp with return_lse=True"
         raise _unsupported(op, "return_attn_probs=False", "True", remedy)
     sides = options.window_size
+    if isinstance(sides, torch.Tensor):  # flash-attn's own tests pass one
+        sides = sides.tolist()
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise InvalidArgumentError(
             f"[{op}] expected window_size as (left, right), got {sides!r}; pass -1 for an open side"

@@ -116,6 +116,24 @@ def test_other_kinds_of_options(device: Interpreted) -> None:
         aule.decode_attention(q, k, v, context_lens=torch.tensor([41, 7]))
 
 
+def test_indices_on_the_device_are_checked_on_request(device: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, pool, table = normal(2, 4, 32), normal(3, 16, 2, 32), integers([0, 1], [2, 0])
+    keys = normal(2, 2, 40, 32)
+    limited = aule.decode_attention(q, keys, keys, context_lens=integers(99, 7))  # without a word
+    torch.testing.assert_close(limited, aule.decode_attention(q, keys, keys, context_lens=integers(40, 7)))
+    for _ in range(2):
+        right = aule.flash_attention_paged(q, pool, pool, table, integers(20, 9))
+    monkeypatch.setenv("AULE_CHECK_INDICES", "1")
+    with pytest.raises(aule.InvalidShapeError, match=r"context_lens in 0\.\.40"):
+        aule.decode_attention(q, keys, keys, context_lens=integers(99, 7))
+    with pytest.raises(aule.InvalidArgumentError, match="block_tables of pages"):
+        aule.flash_attention_paged(q, pool, pool, integers([0, 3], [2, 0]), integers(20, 9))
+    assert torch.equal(aule.flash_attention_paged(q, pool, pool, table, integers(20, 9)), right)
+    monkeypatch.setenv("AULE_CHECK_INDICES", "yes")
+    with pytest.raises(aule.InvalidArgumentError, match="expected AULE_CHECK_INDICES to be 0 or 1"):
+        aule.flash_attention_paged(q, pool, pool, table, integers(20, 9))
+
+
 def test_gradients_are_refused(device: Interpreted) -> None:
     q = normal(1, 2, 1, 16).requires_grad_()
     with pytest.raises(aule.AuleError, match="no gradient"):

@@ -125,3 +125,31 @@ def test_memory_that_is_not_aligned(quick: list[bool]) -> None:
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
     check(shifted, k, v)
     assert quick == [True, True, False]
+
+
+def test_leaves_that_were_used_without_gradients_have_them_later(quick: list[bool]) -> None:
+    given = [x.requires_grad_() for x in tensors(1, 2, 64, 64)]
+    with torch.no_grad():
+        for _ in range(4):
+            assert aule.flash_attention(*given).grad_fn is None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            aule.flash_attention(*given)
+    assert quick == [True] * 4
+    out = aule.flash_attention(*given)
+    assert out.grad_fn is not None
+    for got in torch.autograd.grad(out.sum(), given):
+        assert got.isfinite().all()
+
+
+def test_the_environment_and_the_dtype_of_autocast_are_seen(quick: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors(1, 2, 64, 64, dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cuda", dtype):
+            assert aule.flash_attention(*given).dtype is dtype
+    for _ in range(2):
+        check(*given)
+    quick.clear()
+    monkeypatch.setenv("AULE_BACKEND", "numpy")
+    check(*given)
+    assert quick == [False]

@@ -141,7 +141,10 @@ class Call(ABC):
         return True
 
     def contents_check(self, problem: Hashable) -> ContentsCheck | None:
-        """The check of the contents of operands in host memory, made on every call; None if there is none."""
+        """The check of the contents of integer operands, made on every call in host memory; None if there is none.
+
+        It takes tensors in host memory; those of a device are copied there if `settings.check_indices` asks for it.
+        """
         return None
 
 
@@ -157,7 +160,7 @@ class Ready(NamedTuple):
     places : list or None
         Which output each result is, None for those that are not made; None if results are the outputs in order.
     check : callable or None
-        The check of the contents of operands, if the host can read them.
+        The check of the contents of integer operands.
     """
 
     launch: BoundCall | None

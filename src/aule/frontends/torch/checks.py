@@ -170,7 +170,7 @@ def no_gradient(got: str | None, remedy: str, op: str = "flash_attention") -> Au
 def no_second_derivative(op: str = "flash_attention") -> AuleError:
     """The error for a gradient of a gradient."""
     theirs = "PyTorch's own operators"
-    if op == "flash_attention":
+    if op.startswith("flash_attention"):
         theirs = "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
     return AuleError(
         "AULE_ERROR_NO_GRADIENT",

@@ -169,13 +169,10 @@ def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> WithLse:
     if grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
         remedy = "call it under torch.no_grad(), or use aule.flash_attention, which has gradients"
         raise no_gradient(None, remedy, options.op)
-    try:
-        call = decoding.decode_call(q, k, v, options, None if known is None else known[0])
-        return _with_lse(routes.route(q, options.backend).compute(call), call.options.return_lse)
-    except RuntimeError:  # asked only when it matters
-        given = (q, k, v, *options.arrays().values(), *options.indices().values())
-        refuse_transforms(options.op, given, "call it outside of them, on all that is mapped at once")
-        raise
+    given = (q, k, v, *options.arrays().values(), *options.indices().values())
+    refuse_transforms(options.op, given, "call it outside of them, on all that is mapped at once")
+    call = decoding.decode_call(q, k, v, options, None if known is None else known[0])
+    return _with_lse(routes.route(q, options.backend).compute(call), call.options.return_lse)
 
 
 merge_states = decoding.merge_states

@@ -21,6 +21,7 @@ from aule.frontends.torch import route
 from aule.frontends.torch.calls import Bound, Call, Results
 from aule.frontends.torch.checks import no_gradient, require_tensor
 from aule.frontends.torch.devices.base import Route
+from aule.frontends.torch.modes import refuse_transforms
 from aule.frontends.torch.views import DTYPES, ViewOf, alignment, view_on_host
 from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.ops.kvcache.problem import AppendProblem, append_problem
@@ -69,6 +70,7 @@ def write(op: str, arrays: Mapping[str, Tensor], *, interleaved: bool = False, b
     """Write new rows into caches, on the current stream. ``arrays`` as for `append_problem`."""
     for name, tensor in arrays.items():
         require_tensor(tensor, name, op, "k")
+    refuse_transforms(op, arrays.values(), "call it outside of them")
     if torch.is_grad_enabled() and any(arrays[name].requires_grad for name in "kv" if name in arrays):
         raise no_gradient(None, "call it under torch.no_grad()", op)
     _served(op, arrays["k"]).compute(_Append(op, arrays, interleaved, backend))

@@ -54,13 +54,9 @@ def needs_operator(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def refuse_transforms(op: str, tensors: Iterable[object], remedy: str) -> None:
-    """Refuse transforms, and tensors that only an operator could handle, for functions that have none."""
-    got = None
-    if transform() is not None:
-        got = "a functorch transform"
-    elif forward_ad._current_level >= 0:
-        got = "forward-mode differentiation"
-    else:
+    """Refuse transforms, modes and tensors that only an operator could handle, for functions that have none."""
+    got = _intercepting()
+    if got is None:
         given = [x for x in tensors if isinstance(x, Tensor)]
         got = next((type(x).__name__ for x in given if dispatches(x)), None)
         if got is None and any(map(wrapped, given)):
@@ -69,6 +65,20 @@ def refuse_transforms(op: str, tensors: Iterable[object], remedy: str) -> None:
         raise AuleError(
             "AULE_ERROR_UNSUPPORTED", f"[{op}] expected plain tensors outside of transforms, got {got}; {remedy}"
         )
+
+
+def _intercepting() -> str | None:
+    """The transform or mode under which a call without an operator would be missed, or get results without memory."""
+    if transform() is not None:
+        return "a functorch transform"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if not dispatch_modes():
+        return None
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return "a graph that is traced"
+    made = torch.empty(0, device="cpu")
+    return f"a mode that makes a {type(made).__name__} of every tensor" if dispatches(made) else None
 
 
 def refuse_tracing(op: str = "flash_attention") -> None:

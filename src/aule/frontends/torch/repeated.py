@@ -1,9 +1,9 @@
 """Repeated calls: one look-up and one comparison in C++, then the launches.
 
 Checking every tensor and PyTorch's state in Python takes longer than the launch. The guards of PyTorch's compiler
-compare all of it with an earlier call in one C++ function: type, dtype, device, shape, strides, requires_grad, and
-every transform, autocast or mode that handles operators. They are private to PyTorch, so `reliable` tests them first;
-without them no call is repeated.
+compare most of it with an earlier call in one C++ function: type, dtype, device, shape, strides, requires_grad, and
+every transform, autocast or mode that handles operators. What they do not see is compared here. They are private to
+PyTorch, so `reliable` tests them first; without them no call is repeated.
 
 Attention, decoding and row operations come here first, with the key under which their route remembered a call.
 """
@@ -31,8 +31,9 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
+_autocast_dtype = torch.get_autocast_dtype
 _forward_ad = torch.autograd.forward_ad
-_chosen = settings.backend
+_chosen, _checks_indices = settings.backend, settings.check_indices
 _MISSES_BEFORE_REPLACEMENT = 8
 """Misses of a remembered call before another call with its key and shapes replaces it: preparing one takes long."""
 
@@ -69,8 +70,8 @@ class Repeated(ABC):
     """
 
     __slots__ = (
-        "_check", "_count", "_differentiable", "_in_order", "_launch", "_outputs", "_overlap", "_results", "_same",
-        "_sources", "misses",
+        "_autocast", "_backend", "_check", "_count", "_differentiable", "_in_order", "_launch", "_outputs", "_overlap",
+        "_results", "_same", "_sources", "misses",
     )  # fmt: skip
 
     def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
@@ -80,6 +81,9 @@ class Repeated(ABC):
         self._count, self.misses = len(call.tensors), 0
         self._same = same_as(*tensors)
         self._differentiable = any(x.requires_grad for x in tensors)
+        self._backend = _chosen()
+        kind = tensors[0].device.type
+        self._autocast = (kind, _autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         self._outputs = [(x.shape, x.strides, x.dtype) for x in ready.outputs]
         # For each output the number of the caller's tensor that it goes to, or None, and the value that fills it first.
         self._sources: list[tuple[int | None, float | None]] | None = None
@@ -91,11 +95,20 @@ class Repeated(ABC):
 
     @abstractmethod
     def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
-        """The results; None, without side effects, if the call differs from the earlier one.
+        """The results; None, without side effects, if the call differs from the earlier one."""
 
-        PyTorch's guards do not see forward-mode differentiation, or gradients that were off in the earlier call;
-        `repeat` has excluded dispatch modes.
+    def _other_state(self) -> bool:
+        """Whether state differs from that of the earlier call and PyTorch's guards do not see it.
+
+        It is forward-mode differentiation, gradients that were off, another dtype of autocast, another backend in the
+        environment. `repeat` has excluded dispatch modes.
         """
+        return (
+            _forward_ad._current_level >= 0
+            or (self._differentiable and _grad_enabled())
+            or _chosen() != self._backend
+            or (self._autocast is not None and _autocast_dtype(self._autocast[0]) is not self._autocast[1])
+        )
 
     def _result_memory(self, tensors: Sequence[Tensor], empty: Callable[..., Tensor]) -> list[Tensor]:
         """Memory of the results, if some is the caller's or must be filled before the launches."""
@@ -110,13 +123,9 @@ class Repeated(ABC):
 
 
 class OnHost(Repeated):
-    """A repeated call on CPU tensors, as long as the environment chooses the same backend."""
+    """A repeated call on CPU tensors."""
 
-    __slots__ = ("_backend",)
-
-    def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
-        super().__init__(call, ready, tensors)
-        self._backend = _chosen()
+    __slots__ = ()
 
     @staticmethod
     def possible(tensors: Sequence[Tensor]) -> bool:
@@ -126,9 +135,7 @@ class OnHost(Repeated):
         if (
             _nested(tensors)
             or not self._same(*tensors)
-            or _forward_ad._current_level >= 0
-            or (self._differentiable and _grad_enabled())
-            or _chosen() != self._backend
+            or self._other_state()
             or (self._overlap is not None and self._overlap(tensors))
         ):
             return None
@@ -166,8 +173,8 @@ class OnCuda(Repeated):
         if (
             _nested(tensors)
             or not self._same(*tensors)
-            or _forward_ad._current_level >= 0
-            or (self._differentiable and _grad_enabled())
+            or self._other_state()
+            or (self._check is not None and _checks_indices())
             or (self._overlap is not None and self._overlap(tensors))
         ):
             return None
@@ -187,7 +194,7 @@ class OnCuda(Repeated):
 
 
 class PlainOnCuda(OnCuda):
-    """A repeated call with three operands and one result, as most calls of attention, without loops."""
+    """A repeated call with three operands of floats and one result, as most calls of attention, without loops."""
 
     __slots__ = ()
 
@@ -197,12 +204,7 @@ class PlainOnCuda(OnCuda):
             nested = q.is_nested or k.is_nested or v.is_nested
         except AttributeError:  # not a tensor
             return None
-        if (
-            nested
-            or not self._same(q, k, v)
-            or _forward_ad._current_level >= 0
-            or (self._differentiable and _grad_enabled())
-        ):
+        if nested or not self._same(q, k, v) or self._other_state():
             return None
         memory = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (memory[0] | memory[1] | memory[2]) & 15 or not (self._alone or _current_device() == self._index):
@@ -246,7 +248,8 @@ def remember(kind: type[OnHost | OnCuda], call: Call, ready: Ready, tensors: Seq
         found.misses += 1
         return
     if kind.possible(tensors) and reliable():
-        plain = len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1 and not call.destinations
+        plain = len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1
+        plain = plain and not call.destinations and ready.check is None
         if plain and kind is OnCuda:
             kind = PlainOnCuda
         made = _calls.put(key, kind(call, ready, tensors), ready.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aule.frontends.torch.attention import Saved
-from aule.frontends.torch.autograd.second_derivative import refuse_second
+from aule.frontends.torch.autograd.refuse import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import keyed, no_gradient, require_tensor
 from aule.frontends.torch.passes import forward_with_lse, gradients

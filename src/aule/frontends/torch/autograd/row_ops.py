@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aule.errors import AuleError, InvalidArgumentError
 from aule.frontends.torch import passes, repeated, route
-from aule.frontends.torch.autograd.second_derivative import refuse_second
+from aule.frontends.torch.autograd.refuse import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import no_forward_mode
 from aule.frontends.torch.compile.vmap import row_op_one_by_one
@@ -193,15 +193,20 @@ def gradients(
     needs: Sequence[bool],
     run: Compute,
 ) -> Results:
-    """The gradient of each operand that needs one, else None; ``run`` computes a spec."""
+    """The gradient of each operand that needs one, else None; ``run`` computes a spec.
+
+    ``douts`` are None for outputs without a gradient; if all of them are, so are the gradients of the operands.
+    """
     gradient = required_gradient(spec)
     assert spec.gradients is not None
+    given = next((x for x in douts if x is not None), None)
+    if given is None:
+        return (None,) * len(spec.operands)
     known = dict(zip(saved_names(spec), saved, strict=True))
     known |= {f"d{name}": dout for name, dout in zip(spec.outputs, douts, strict=True)}
     for operand in gradient.operands:
         if known[operand.name] is None and not operand.optional:
-            like = next(x for x in known.values() if x is not None)  # for an output without a gradient
-            known[operand.name] = torch.zeros_like(like)
+            known[operand.name] = torch.zeros_like(given)  # ops with several such outputs give them one shape
     owned = [
         spec.gradients.get(operand.name) if need else None for operand, need in zip(spec.operands, needs, strict=True)
     ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from aule.frontends.torch import route
 from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.autograd.attention import CONSTANT, needs_gradient
-from aule.frontends.torch.autograd.second_derivative import refuse_second
+from aule.frontends.torch.autograd.refuse import refuse_second
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import no_gradient
 from aule.frontends.torch.modes import grad_enabled, refuse_transforms
@@ -69,4 +69,4 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
             if ctx.needs_input_grad[3]:
                 heads_first = saved._replace(out=out.transpose(0, 1), dout=saved.dout.transpose(0, 1))
                 of_sinks = sink_gradient(heads_first, sinks)
-        return (*refuse_second((*grads, of_sinks), dout, *inputs), None)
+        return (*refuse_second((*grads, of_sinks), dout, *inputs, op=OP), None)

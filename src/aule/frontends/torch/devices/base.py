@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from aule import settings
 from aule.engine.memory import MemorySource
 from aule.engine.run import BoundCall
 from aule.engine.signatures import signatures
@@ -82,8 +83,8 @@ class Planned(Route):
         if ready.overlap is not None and ready.overlap(tensors):
             elsewhere = call.with_tensors(call.tensors).placed(self.host_memory)
             return copied_back(call, self.planned(elsewhere, device))
-        if ready.check is not None:
-            ready.check(tensors)
+        if ready.check is not None and (self.host_memory or settings.check_indices()):
+            ready.check(tensors if self.host_memory else [x if x.is_floating_point() else x.cpu() for x in tensors])
         if call.repeat_key is not None and ready.launch is not None:
             self.remember(call, ready, tensors)
         return self._run(call, ready, tensors[0].device)
@@ -111,7 +112,7 @@ class Planned(Route):
         outputs = {output.name: i for i, output in enumerate(bound.outputs)}
         launch = None if prepared.empty else prepared.bind((*call.tensors, *outputs))
         places = None if tuple(outputs) == call.results else [outputs.get(name) for name in call.results]
-        check = call.contents_check(bound.problem) if self.host_memory else None
+        check = call.contents_check(bound.problem)
         overlap = call.overlap(self.host_memory)
         return Ready(launch, tuple(map(_laid_out, bound.outputs)), places, device, check, overlap)
 

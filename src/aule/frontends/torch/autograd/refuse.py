@@ -1,14 +1,16 @@
-"""Gradients that raise when they are differentiated; autograd would take them for constants."""
+"""Results that raise when they are differentiated; autograd would take them for constants."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from aule.errors import AuleError
 from aule.frontends.torch.calls import Results
-from aule.frontends.torch.checks import no_second_derivative
+from aule.frontends.torch.checks import no_gradient, no_second_derivative
 
 
 def refuse_second(found: Results, *inputs: Tensor | None, op: str = "flash_attention") -> Results:
@@ -33,3 +35,19 @@ class _WithoutGradient(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> NoReturn:
         raise no_second_derivative(ctx.op)
+
+
+def without_gradient(compute: Callable[[], Tensor], op: str, remedy: str, *inputs: Tensor) -> Tensor:
+    """A result, computed from ``inputs``, whose backward pass raises `no_gradient`."""
+    return _Forward.apply(compute, lambda: no_gradient(None, remedy, op), *inputs)
+
+
+class _Forward(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], Tensor], error: Callable[[], AuleError], *inputs: Tensor) -> Tensor:
+        ctx.error = error
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        raise ctx.error()
