@@ -476,10 +476,65 @@ def test_a_wide_head_is_passed_on() -> None:
 
 def test_layers_of_other_models_are_refused() -> None:
     model = flux()
-    model.set_attn_processor(integration.AuleAttnProcessor())
     with pytest.raises(aule.AuleError, match=r"^\[diffusers\] expected .* got FluxAttention .*set_attention_backend"):
-        model(**flux_inputs())
+        model.set_attn_processor(integration.AuleAttnProcessor())
+    model(**flux_inputs())  # unchanged
     joint = processors.Attention(16, heads=2, dim_head=8, added_kv_proj_dim=16, context_pre_only=False)
     joint.set_processor(integration.AuleAttnProcessor())
     with pytest.raises(aule.AuleError, match="of a UNet or a VAE"):
         joint(torch.randn(1, 5, 16), encoder_hidden_states=torch.randn(1, 3, 16))
+
+
+def sana() -> Any:
+    return diffusers.SanaTransformer2DModel(
+        in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2, attention_head_dim=16,
+        num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=32,
+        sample_size=8, patch_size=1,
+    )  # fmt: skip
+
+
+def cogvideox() -> Any:
+    return diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=8,
+        text_embed_dim=8, num_layers=1, sample_width=8, sample_height=8, sample_frames=5, max_text_seq_length=7,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [sana, cogvideox])
+def test_processors_of_another_kind_are_not_replaced(make: Any) -> None:
+    """Sana's linear attention became softmax attention, and CogVideoX failed to unpack the result."""
+    model = make()
+    before = {name: type(processor) for name, processor in model.attn_processors.items()}
+    with pytest.raises(aule.AuleError, match=r"with an AttnProcessor2_0, got Attention with (Sana|CogVideoX).*install"):
+        model.set_attn_processor(integration.AuleAttnProcessor())
+    assert {name: type(processor) for name, processor in model.attn_processors.items()} == before
+
+
+def test_a_processor_that_was_not_set_by_the_model_is_refused() -> None:
+    layer = processors.Attention(32, heads=2, dim_head=16)
+    layer.processor = integration.AuleAttnProcessor()
+    with pytest.raises(aule.AuleError, match="not set by set_attn_processor"):
+        layer(torch.randn(1, 5, 32))
+
+
+def test_the_older_processor_leaves_out_norms() -> None:
+    layer = processors.Attention(32, heads=2, dim_head=16, qk_norm="rms_norm")
+    layer.set_processor(processors.AttnProcessor())
+    with pytest.raises(aule.AuleError, match="got Attention with AttnProcessor"):
+        layer.set_processor(integration.AuleAttnProcessor())
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [(sana, "aule.install"), (cogvideox, "aule.install"), (lambda: unet(), "set_attn_processor")],
+)
+def test_a_backend_that_reaches_no_layer_says_so(make: Any, remedy: str, registered: None) -> None:
+    model = make()
+    with pytest.warns(UserWarning, match=rf"got {type(model).__name__} with (\d+) of \1 that do not.*{remedy}"):
+        model.set_attention_backend("aule")
+
+
+def test_a_backend_that_reaches_all_layers_says_nothing(registered: None, recwarn: pytest.WarningsRecorder) -> None:
+    flux().set_attention_backend("aule")
+    unet().set_attention_backend("native")
+    assert not [warning for warning in recwarn if "[diffusers]" in str(warning.message)]

@@ -1,8 +1,10 @@
 """Hugging Face diffusers: a backend for its attention dispatcher, and a processor for UNets.
 
 Transformers (Flux, Qwen-Image, Wan ...) use the dispatcher: after ``register()``, call
-``model.set_attention_backend("aule")``. UNets and VAEs do not use it, and ``set_attention_backend`` silently ignores
-them; call ``unet.set_attn_processor(AuleAttnProcessor())`` instead.
+``model.set_attention_backend("aule")``. UNets, VAEs and PixArt do not use it; call
+``unet.set_attn_processor(AuleAttnProcessor())`` instead. Others (SD3, CogVideoX, Lumina2, Sana ...) do neither;
+`aule.install` serves their calls of PyTorch's attention. ``set_attention_backend`` warns about layers it does not reach,
+and ``set_attn_processor`` refuses layers that compute something else, such as linear attention.
 
 Calls that aule does not support (head dimensions above 256, context parallelism, tensors that it cannot use in place)
 go to PyTorch's attention, and `aule.dispatch_stats` counts them by reason. Inside ``torch.compile`` all calls go to
@@ -12,6 +14,7 @@ PyTorch, uncounted.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -28,6 +31,19 @@ __all__ = ["AuleAttnProcessor", "register", "unregister"]
 _lock = threading.Lock()
 _active_before: dict[str, Any] = {}
 """For each registered name, the dispatcher's active backend at the time of registration."""
+
+_REPLACEABLE = frozenset({
+    "AttnAddedKVProcessor",
+    "AttnAddedKVProcessor2_0",
+    "AttnProcessor",
+    "AttnProcessor2_0",
+    "AuleAttnProcessor",
+    "SlicedAttnAddedKVProcessor",
+    "SlicedAttnProcessor",
+    "XFormersAttnAddedKVProcessor",
+    "XFormersAttnProcessor",
+})
+"""Processors of diffusers that compute what `AuleAttnProcessor` computes, without weights of their own."""
 
 
 def register(name: str = "aule", backend: str | None = None) -> None:
@@ -64,6 +80,7 @@ def register(name: str = "aule", backend: str | None = None) -> None:
             _add_member(names, name)
             _active_before[name] = backends._active_backend
         backends.register(names(name))(_backend_function(dispatch, backend))
+        _warn_about_unreached_layers()
 
 
 def unregister(name: str = "aule") -> None:
@@ -90,7 +107,9 @@ class AuleAttnProcessor:
     """Attention processor of a UNet or a VAE: ``unet.set_attn_processor(AuleAttnProcessor())``.
 
     It replaces diffusers' ``AttnProcessor2_0``, and ``AttnAddedKVProcessor2_0`` for layers with added key and value
-    projections. To undo it, save ``unet.attn_processors`` before and set it again.
+    projections. Setting it on a layer with another kind of processor raises an error, because it would compute something
+    else (linear attention, rotary embeddings, adapters). To undo it, save ``unet.attn_processors`` before and set it
+    again.
 
     Parameters
     ----------
@@ -102,6 +121,7 @@ class AuleAttnProcessor:
         if backend is not None:
             registry.find(backend)
         self._backend = backend
+        _check_replaced_processors()
 
     def __call__(
         self,
@@ -243,6 +263,83 @@ def _values(names: Any) -> list[str]:
     return values
 
 
+# -- what diffusers would not say --------------------------------------------------------------------------------------
+
+
+def _warn_about_unreached_layers() -> None:
+    """Let ``set_attention_backend`` warn if layers of the model do not use the dispatcher."""
+    from diffusers.models.modeling_utils import ModelMixin
+
+    original = ModelMixin.set_attention_backend
+    if hasattr(original, "_aule_original"):
+        return
+
+    def set_attention_backend(self: Any, backend: str) -> None:
+        original(self, backend)
+        if backend.lower() in _active_before:
+            _warn_if_unreached(self, backend)
+
+    set_attention_backend._aule_original = original  # type: ignore[attr-defined]
+    ModelMixin.set_attention_backend = set_attention_backend
+
+
+def _warn_if_unreached(model: Any, backend: str) -> None:
+    found = [module.processor for module in model.modules() if hasattr(module, "set_processor")]
+    missed = [type(processor).__name__ for processor in found if not hasattr(processor, "_attention_backend")]
+    if found and not missed:
+        return
+    remedy = "aule.install(), which serves calls of PyTorch's scaled_dot_product_attention"
+    if missed and set(missed) <= _REPLACEABLE and hasattr(model, "set_attn_processor"):
+        remedy = "model.set_attn_processor(aule.integrations.diffusers.AuleAttnProcessor())"
+    warnings.warn(
+        f"[diffusers] expected layers that use the attention dispatcher, got {type(model).__name__} with {len(missed)} "
+        f"of {len(found)} that do not ({', '.join(sorted(set(missed))) or 'no attention processor'}); "
+        f"set_attention_backend({backend!r}) does not reach them: use {remedy}",
+        stacklevel=3,
+    )
+
+
+def _check_replaced_processors() -> None:
+    """Let layers refuse an `AuleAttnProcessor` in place of a processor that computes something else.
+
+    A layer that was given the processor looks the same whatever it computed before: only ``set_processor`` can tell.
+    """
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention
+
+    for layer_class in (Attention, AttentionModuleMixin):
+        original = layer_class.set_processor
+        if not hasattr(original, "_aule_original"):
+            layer_class.set_processor = _checking(original)
+
+
+def _checking(original: Callable[..., None]) -> Callable[..., None]:
+    def set_processor(self: Any, processor: Any) -> None:
+        if isinstance(processor, AuleAttnProcessor):
+            replaced = getattr(self, "processor", None)
+            if replaced is not None and not _computes_the_same(self, type(replaced).__name__):
+                raise _unsupported_layer(f"{type(self).__name__} with {type(replaced).__name__}")
+            self._aule_may_serve = True
+        original(self, processor)
+
+    set_processor._aule_original = original  # type: ignore[attr-defined]
+    return set_processor
+
+
+def _computes_the_same(layer: Any, replaced: str) -> bool:
+    """Return whether a processor computes what `AuleAttnProcessor` would; the older ones leave out norms of Q and K."""
+    normed = getattr(layer, "norm_q", None) is not None
+    return replaced in _REPLACEABLE and (not normed or replaced.endswith("2_0") or replaced == "AuleAttnProcessor")
+
+
+def _unsupported_layer(got: str) -> AuleError:
+    return AuleError(
+        "AULE_ERROR_UNSUPPORTED",
+        f"[diffusers] expected an attention layer of a UNet or a VAE with an AttnProcessor2_0, got {got}; use "
+        "model.set_attention_backend('aule') after aule.integrations.diffusers.register(), or aule.install()",
+    )
+
+
 # -- layers of a UNet --------------------------------------------------------------------------------------------------
 
 
@@ -252,11 +349,9 @@ def _has_added_projections(attn: Any) -> bool:
 
     # Joint attention layers also have queries and results of the text.
     if not isinstance(attn, Attention) or getattr(attn, "add_q_proj", None) is not None or attn.to_out is None:
-        raise AuleError(
-            "AULE_ERROR_UNSUPPORTED",
-            f"[diffusers] expected an attention layer of a UNet or a VAE, got {type(attn).__name__} of another model; "
-            "use model.set_attention_backend('aule') after aule.integrations.diffusers.register(), or aule.install()",
-        )
+        raise _unsupported_layer(f"{type(attn).__name__} of another model")
+    if not getattr(attn, "_aule_may_serve", False):
+        raise _unsupported_layer(f"{type(attn).__name__} whose processor was not set by set_attn_processor")
     added: bool = attn.added_kv_proj_dim is not None
     return added
 

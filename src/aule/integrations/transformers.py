@@ -7,12 +7,12 @@ the causal flag is enough, else ``[batch, 1, seq_q, seq_kv]``, broadcast over he
 Supported, with gradients: grouped heads without repeating them, sliding windows, softcap (Gemma 2), attention sinks
 (gpt-oss), position biases (T5), additive masks, padding on either side, dynamic and static caches, and dropout in
 training. Over an `aule.integrations.transformers_cache.AuleCache`, attention reads its pages. Not supported (raises an
-error): the paged cache of transformers' own continuous batching.
+error): models that compute attention in code of their own (BLOOM, MPT, Falcon ...), ``output_attentions``, and the
+paged cache of transformers' own continuous batching. `docs/models.md` lists every family.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -20,22 +20,22 @@ import torch
 from aule.api.attention import flash_attention
 from aule.errors import AuleError
 from aule.frontends.torch.route import host_backend
+from aule.integrations import _transformers_models as models
 
 __all__ = ["attention_forward", "register"]
-
-log = logging.getLogger("aule")
 
 
 def register(name: str = "aule") -> None:
     """Register aule with transformers under a name for ``attn_implementation``.
 
-    Calling it again is harmless. Only models that select this name use aule.
+    Calling it again is harmless. Only models that select this name use aule. A model that never calls the attention
+    functions of transformers is refused with an error when it is created with this name.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, models.mask)
+    models.check_models_of(name)
 
 
 def attention_forward(
@@ -91,7 +91,8 @@ def attention_forward(
     if kwargs.get("cache") is not None:
         raise _unsupported("no paged cache", "continuous batching", "use 'sdpa' or 'flash_attention_2' for it")
     if kwargs.get("output_attentions"):
-        log.warning("output_attentions: aule stores no attention weights; use attn_implementation='eager' for them")
+        raise models.no_weights(type(module).__name__)
+    models.attention_called()
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     sinks = None if s_aux is None else s_aux.float()
     paged = getattr(key, "aule_pages", None)
