@@ -253,7 +253,7 @@ def rope(
         Pairs are neighbouring columns ``2i`` and ``2i + 1``; else ``i`` and ``i + pairs`` (rotate-half).
     position_ids : int32 or int64 array, optional
         ``[seq]`` or ``[batch, seq]``: rows of ``cos`` and ``sin``, which are then ``[positions, pairs]``. Numbers
-        outside of the table select its first or last row.
+        outside of the table are refused in host memory; on a device they select its first or last row.
     rotary_dim : int, optional
         Columns to rotate. Default: twice the width of ``cos`` if ``x`` has so many, else its width. Needed for a table
         that repeats its numbers and is narrower than half of ``x``.

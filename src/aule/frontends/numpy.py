@@ -62,8 +62,9 @@ def view(array: Array, name: str = "array", op: str = "flash_attention", like: s
         )
     dtype = _NAMES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
+        whole = "int32 or int64 for indices, else " if array.dtype.kind in "iu" else ""
         raise InvalidDtypeError(
-            f"[{op}] expected {name} of float32, float16, bfloat16 or float64 in native byte order, got "
+            f"[{op}] expected {name} of {whole}float32, float16, bfloat16 or float64 in native byte order, got "
             f"{array.dtype}; convert with .astype"
         )
     size = array.itemsize

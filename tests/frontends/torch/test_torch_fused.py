@@ -333,11 +333,17 @@ def test_rope_in_place() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "numpy"])
-def test_positions_beyond_32_bits_are_outside_of_the_table(backend: str) -> None:
-    x, angles = made(*HEADS), torch.linspace(0, 3, 28).reshape(7, 4)
-    given = torch.tensor([2**40, -(2**40), 2**31, -(2**31) - 1, 2**32 - 1]), torch.tensor([6, 0, 6, 0, 6])
-    first, second = (aule.rope(x, angles.cos(), angles.sin(), position_ids=ids, backend=backend) for ids in given)
-    assert torch.equal(first, second)
+@pytest.mark.parametrize("wrong", [2**40, -(2**40), 2**31, -(2**31) - 1, 2**32 + 1, 7, -1])
+def test_positions_outside_of_the_table_are_refused(backend: str, wrong: int) -> None:
+    """In host memory, on every call; the first of these is repeated with other numbers in the same tensor."""
+    x, angles, ids = made(*HEADS), torch.linspace(0, 3, 28).reshape(7, 4), torch.tensor([6, 0, 1, 2, 3])
+    for _ in range(3):
+        aule.rope(x, angles.cos(), angles.sin(), position_ids=ids, backend=backend)
+    ids[3] = wrong
+    for array in (lambda t: t, lambda t: t.numpy()):
+        arrays = [array(t) for t in (x, angles.cos(), angles.sin())]
+        with pytest.raises(aule.AuleError, match=rf"\[rope\] expected position_ids of 0 to 6, .* got {wrong} at \["):
+            aule.rope(*arrays, position_ids=array(ids), backend=backend)
 
 
 def test_refused_tensors_and_tables() -> None:

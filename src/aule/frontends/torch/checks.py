@@ -76,8 +76,10 @@ def dtype_name(tensor: Tensor, name: str, op: str = "flash_attention") -> str:
     """The name of a tensor's dtype in the kernel language."""
     dtype = NAMES.get(tensor.dtype)
     if dtype is None:
+        whole = "" if tensor.dtype.is_floating_point or tensor.is_complex() else "int32 or int64 for indices, else "
         raise InvalidDtypeError(
-            f"[{op}] expected {name} of float32, float16, bfloat16 or float64, got {tensor.dtype}; convert with .to"
+            f"[{op}] expected {name} of {whole}float32, float16, bfloat16 or float64, got {tensor.dtype}; convert with "
+            ".to"
         )
     return dtype
 

@@ -72,8 +72,9 @@ def sink_gradient(saved: Saved, sinks: Tensor) -> Tensor:
     """The gradient of the sinks: their weight in every row, times the row's sum of dout * out."""
     lse, work = saved.lse, saved.lse.dtype
     delta = (saved.dout.to(work) * saved.out.to(work)).sum(-1)
-    weight = torch.exp(sinks.to(work)[:, None] - lse)
-    return -(weight * delta).reshape(-1, *lse.shape[-2:]).sum((0, 2)).to(sinks.dtype)
+    # A sink of -inf in a row without keys has no weight: -inf - lse would be NaN.
+    weight = torch.exp(sinks.to(work)[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+    return -(weight * delta).sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
 
 
 def compute(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]) -> Results:

@@ -101,10 +101,10 @@ class RowOp(Call):
 
     def contents_check(self, problem: Hashable) -> ContentsCheck | None:
         spec = self.spec
-        if spec.check is None:
+        integer_operands = [(i, name) for i, (name, x) in enumerate(self.tensors.items()) if not x.is_floating_point()]
+        if spec.check is None or not integer_operands:
             return None
         found = spec.check
-        integer_operands = [(i, name) for i, (name, x) in enumerate(self.tensors.items()) if not x.is_floating_point()]
 
         def check(tensors: Sequence[Tensor]) -> None:
             arrays = {

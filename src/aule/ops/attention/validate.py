@@ -252,6 +252,13 @@ def _check_shapes(op: str, q: TensorView, k: TensorView, v: TensorView) -> None:
                 f"[{op}] expected the head_dim of {whose} in 1..{MAX_HEAD_DIM}, got {view.shape[3]}; {remedy}"
             )
 
+    for name, view in (("q", q), ("k", k)):
+        if view.shape[2] > FAR:
+            raise InvalidShapeError(
+                f"[{op}] expected {name} of at most 2**30 = {FAR} rows, got {view.shape[2]} (shape "
+                f"{list(view.shape)}); split the sequence, and put the results together by their log-sum-exps"
+            )
+
     heads_q, heads_kv = q.shape[1], k.shape[1]
     if heads_q % heads_kv if heads_kv else heads_q:
         raise InvalidShapeError(

@@ -8,7 +8,7 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, i32
 from aule.ops.scores.config import ScoreConfig
 from aule.ops.scores.parameters import Parameters
-from aule.ops.softmax.online_softmax import Maximum, finish
+from aule.ops.softmax.online_softmax import NaturalMaximum, finish
 from aule.target import Target
 from aule.tile.common.math import lowest
 from aule.tile.common.matrix import Matrix
@@ -97,7 +97,7 @@ def combine_partials(
 
     They are read in the order of their keys, so that the result does not depend on the order in which tasks finish.
     """
-    b, work, lanes, form = p.b, engine.work, engine.lanes, Maximum(p.b)
+    b, work, lanes, form = p.b, engine.work, engine.lanes, NaturalMaximum(p.b)
     partial = p.buffer("partial", work)
     columns, layout = engine.columns(value_dim), PartialLayout(value_dim, lanes)
     m, l = b.var(b.const(lowest(work), work)), b.var(b.const(0.0, work))
@@ -118,7 +118,7 @@ def combine_partials(
 
 def store_row(engine: Vectors, o: Matrix, row: Value, columns: Columns, m: Value, l: Value) -> Value:
     """Store a row of O / l and return its log-sum-exp."""
-    end = finish(Maximum(engine.b), l)
+    end = finish(NaturalMaximum(engine.b), l)
     inverse, start = end.inverse, o.row_start(engine.b, row)
     for col, width, x in columns:
         engine.write(o, start, col, x * inverse, width)

@@ -45,13 +45,13 @@ def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Tar
     name = "layer_norm" if problem.center else "rms_norm"
     if "residual" in views:
         name = f"residual_{name}"
-    return Plan((norm_step(name, problem, views, target, build_norm),) if problem.rows else ())
+    return Plan((norm_step(name, problem, views, target, build_norm),) if problem.rows * problem.length else ())
 
 
 def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> Plan:
     """Plan the gradient: ``dy``, ``x`` or ``h``, and where present ``dh``, ``weight``, ``dx``, ``dweight``,
     ``dbias``."""
-    if not problem.rows:
+    if not problem.rows * problem.length:
         return Plan(())
     name = "layer_norm_backward" if problem.center else "rms_norm_backward"
     sums = tuple(name for name in ("dweight", "dbias") if name in views)

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.norm.problem import checked_eps
 from aule.ops.rows.checks import check_devices, check_floats, check_rows, check_shape, checked_broadcast
 from aule.ops.rows.problem import RowProblem
 from aule.ops.shared.checks import checked_flag, checked_integer
+from aule.ops.shared.elements import Array
 from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView, broadcast, every_nth, packed_strides
 
@@ -134,6 +137,20 @@ def _table(
     if len(view.shape) == 3 and len(x.shape) == 4:  # [batch, seq, pairs] beside [batch, heads, seq, dim]
         view = broadcast(view, (view.shape[0], 1, *view.shape[1:]), (0, None, 1, 2))
     return checked_broadcast(op, name, view, (*x.shape[:-1], pairs), _ONE_EACH)
+
+
+def check_positions(op: str, problem: RopeProblem, arrays: Mapping[str, Array]) -> None:
+    """Check that positions in host memory are rows of the tables."""
+    ids = arrays.get("position_ids")
+    if ids is None or not ids.size or 0 in problem.shape:
+        return
+    ids = ids[tuple(slice(0, 1) if step == 0 else slice(None) for step in ids.strides)]  # each number once
+    if ids.min() < 0 or ids.max() >= problem.positions:
+        place = tuple(int(i) for i in np.argwhere((ids < 0) | (ids >= problem.positions))[0])
+        raise InvalidArgumentError(
+            f"[{op}] expected position_ids of 0 to {problem.positions - 1}, the rows of cos and sin, got "
+            f"{int(ids[place])} at {list(place)}; give the tables more rows"
+        )
 
 
 def _positions(op: str, ids: TensorView, x: TensorView) -> TensorView:

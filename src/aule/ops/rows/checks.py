@@ -44,12 +44,12 @@ def check_devices(op: str, main: str, views: Mapping[str, TensorView]) -> None:
             raise DeviceMismatchError(f"[{op}] expected {name} on {home} like {main}, got {view.device}; move it there")
 
 
-def check_rows(op: str, name: str, view: TensorView) -> None:
-    """Check that an array has rows, with at least one column."""
-    if not view.shape or not 1 <= view.shape[-1] <= MAX_LENGTH:
+def check_rows(op: str, name: str, view: TensorView, least: int = 1) -> None:
+    """Check that an array has rows, with at least ``least`` columns."""
+    if not view.shape or not least <= view.shape[-1] <= MAX_LENGTH:
         raise InvalidShapeError(
-            f"[{op}] expected {name} with a last axis of 1 to {MAX_LENGTH} columns, got shape {list(view.shape)}; "
-            "reshape it"
+            f"[{op}] expected {name} with a last axis of {least} to {MAX_LENGTH} columns, got shape "
+            f"{list(view.shape)}; reshape it"
         )
     if math.prod(view.shape[:-1]) >= 1 << 31:
         raise InvalidShapeError(f"[{op}] expected {name} of fewer than 2**31 rows, got {list(view.shape)}; split it")

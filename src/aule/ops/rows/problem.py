@@ -19,7 +19,7 @@ class RowProblem:
 
     @property
     def length(self) -> int:
-        """Columns of a row."""
+        """Columns of a row. Norms and softmax take rows without any: their results have no elements, or are zero."""
         return self.shape[-1]
 
     @property

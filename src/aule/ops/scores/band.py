@@ -13,7 +13,6 @@ from aule.ops.scores import modifiers as mod
 from aule.ops.scores.config import Columns, ScoreConfig
 from aule.ops.scores.parameters import Parameters
 from aule.ops.softmax.dropout import Dropout
-from aule.tile.common.math import LOG2E
 
 Place = Callable[[int, int], tuple[Value, Value]]
 """Gives query row and key of the element in a thread's r-th row and c-th column of a tile."""
@@ -153,13 +152,14 @@ class Scores:
         if config.softcap:
             result.append(mod.softcap(number("softcap", work)))
         if config.mask not in (None, "bool", "bits") and "mask" in columns:
-            added = mod.additive(self._reader("mask", config.mask, head, columns["mask"]))
+            added = mod.additive(self._reader("mask", config.mask, head, columns["mask"]), config.add)
             result.append(replace(added, everywhere=not config.tiles_listed))
         if config.bias is not None and "bias" in columns:
-            result.append(mod.additive(self._reader("bias", config.bias, head, columns["bias"])))
+            result.append(mod.additive(self._reader("bias", config.bias, head, columns["bias"]), config.add))
         if config.alibi:
             slope = b.load(self.p.buffer("alibi", f32), self.p.strided("alibi", self.batch, head))
-            result.append(mod.alibi(b.cast(slope, work) * LOG2E))
+            slope = b.cast(slope, work)
+            result.append(mod.alibi(slope if config.score_unit == 1.0 else slope * config.score_unit))
         if config.mask == "bool":
             result.append(mod.boolean(self._reader("mask", "bool", head, columns["mask"])))
         result.append(mod.band(self.seq_kv, self.left, self.right))

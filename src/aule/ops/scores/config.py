@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aule.ops.rope.tables import Rope
+from aule.ops.scores.modifiers import Add
+from aule.tile.common.math import LOG2E
 
 Columns = Literal["unit", "same", "any"]
 """How a mask or bias lies along a row: consecutive elements, one element for all keys, or any stride."""
@@ -63,6 +65,16 @@ class ScoreConfig:
     rope_prepass: bool = False
     rope_unit: bool = True
     rope_aligned: bool = False
+
+    @property
+    def score_unit(self) -> float:
+        """What scores come multiplied by: log2(e), so that a weight takes one subtraction and ``exp2``."""
+        return LOG2E
+
+    @property
+    def add(self) -> Add:
+        """Adds a mask or bias to scores."""
+        return Add(self.score_unit, self.bias is not None and self.mask not in (None, "bool", "bits"))
 
     @property
     def everywhere(self) -> bool:

@@ -1,7 +1,7 @@
 """Score modifiers: functions that are traced into the kernel between the first product and softmax.
 
-Scores are in the base-2 log domain (``log2(e)`` times the score), because softmax is computed with ``exp2``. A score is
-one number, or a vector along the keys of one row.
+Scores come in a unit: on GPUs log2(e) times the score, because softmax is computed with ``exp2``; on CPUs the score
+itself (`ScoreConfig.score_unit`). A score is one number, or a vector along the keys of one row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aule.ir import Builder, Value
-from aule.ir.types import element
+from aule.ir.types import Scalar, element, f16
 from aule.tile.common.math import LOG2E, NEG_INF, lowest, tanh
 
 
@@ -41,35 +41,59 @@ class Modifier:
     everywhere: bool
 
 
-def softcap(cap_log2: Value) -> Modifier:
-    """``cap * tanh(s / cap)``. The scores come divided by the cap; ``cap_log2`` is the cap times log2(e)."""
-    return Modifier(lambda b, s, site: tanh(b, s) * cap_log2, everywhere=True)
+def softcap(cap: Value) -> Modifier:
+    """``cap * tanh(s / cap)``. The scores come divided by the cap; ``cap`` is the cap in the unit of scores."""
+    return Modifier(lambda b, s, site: tanh(b, s) * cap, everywhere=True)
 
 
-def alibi(slope_log2: Value) -> Modifier:
-    """``s - slope * |position - column|``."""
+def alibi(slope: Value) -> Modifier:
+    """``s - slope * |position - column|``; ``slope`` is in the unit of scores."""
 
     def apply(b: Builder, s: Value, site: Site) -> Value:
-        return s - slope_log2 * b.cast(b.abs(site.position - site.column), element(s.type))
+        return s - slope * b.cast(b.abs(site.position - site.column), element(s.type))
 
     return Modifier(apply, everywhere=True)
 
 
-def additive(read: Callable[[Site], Value]) -> Modifier:
-    """Add what ``read`` finds at a site.
+def additive(read: Callable[[Site], Value], add: Add) -> Modifier:
+    """Add what ``read`` finds at a site."""
+    return Modifier(lambda b, s, site: add(b, s, read(site)), everywhere=True)
 
-    Exactly -inf drops the key. The lowest finite number, with which some frameworks mask, stays finite in the log2
-    domain, so that a row of nothing else is averaged as in those frameworks.
+
+@dataclass(frozen=True)
+class Add:
+    """Adds elements of a mask or bias to scores.
+
+    Exactly -inf drops the key. The lowest finite number, with which some frameworks mask, stays finite in the unit of
+    scores, so that a row of nothing else is averaged as in those frameworks. NaN makes the score NaN.
+
+    Attributes
+    ----------
+    unit : float
+        The unit of scores.
+    twice : bool
+        A mask and a bias are both added: a key that one of them has dropped stays dropped, whatever the other holds.
     """
-    return Modifier(lambda b, s, site: added(b, s, read(site)), everywhere=True)
 
+    unit: float = LOG2E
+    twice: bool = False
 
-def added(b: Builder, s: Value, x: Value) -> Value:
-    """A score plus an element of a mask or bias."""
-    elem = element(s.type)
-    value = b.cast(x, elem)
-    finite = b.max(value * LOG2E, lowest(elem))
-    return b.select(value < lowest(elem), b.const(NEG_INF, elem), s + finite)
+    def __call__(self, b: Builder, s: Value, x: Value) -> Value:
+        elem = element(s.type)
+        value = b.cast(x, elem)
+        dropped = value < lowest(elem)
+        if self.twice:
+            dropped = dropped | (s < lowest(elem))
+        return b.select(dropped, b.const(NEG_INF, elem), self._sum(b, s, value, element(x.type)))
+
+    def _sum(self, b: Builder, s: Value, value: Value, elem: Scalar) -> Value:
+        if self.unit == 1.0:
+            return s + value
+        if elem != f16:  # times the unit it might be infinite
+            least = lowest(element(s.type)) / self.unit * (1 - 2**-20)
+            # Not a maximum: that may give the number beside NaN.
+            value = b.select(value < least, b.const(least, element(s.type)), value)
+        return b.fma(value, self.unit, s)
 
 
 def boolean(read: Callable[[Site], Value]) -> Modifier:

@@ -1,6 +1,7 @@
 """Online softmax: the running maximum m and sum l of FlashAttention, for every kernel that passes over keys.
 
-Everything is in the base-2 log domain: scores come multiplied by log2(e). For each tile of scores S of a row,
+Everything is in the base-2 log domain: scores come multiplied by log2(e), except with `NaturalMaximum`. For each tile
+of scores S of a row,
 
     m' = max(m, max S)    alpha = exp2(m - m')    l = l alpha    O = O alpha      (follow)
     P = exp2(S - m)       l = l + sum P                                           (weigh)
@@ -74,6 +75,32 @@ class Maximum:
     def log2_sum(self, m: Value, log2_l: Value) -> Value:
         """The logarithm, base 2, of a row's sum of exponentials."""
         return m + log2_l
+
+    def log_sum_exp(self, m: Value, log2_l: Value) -> Value:
+        """The natural logarithm of a row's sum of exponentials."""
+        return self.log2_sum(m, log2_l) * LN2
+
+
+@dataclass(frozen=True)
+class NaturalMaximum(Maximum):
+    """Arithmetic with scores as they are, not in the log2 domain.
+
+    It takes one more multiplication for each weight. But every finite score has a weight, while log2(e) times the
+    score may overflow, and differences of large scores are rounded less.
+    """
+
+    def factor(self, old: Value, new: Value) -> Value:
+        return self.b.exp2((old - new) * LOG2E)
+
+    def weight(self, score: Value, m: Value, scale: Value | None = None) -> Value:
+        assert scale is None
+        return self.b.exp2((score - m) * LOG2E)
+
+    def log2_sum(self, m: Value, log2_l: Value) -> Value:
+        return m * LOG2E + log2_l
+
+    def log_sum_exp(self, m: Value, log2_l: Value) -> Value:
+        return m + log2_l * LN2
 
 
 @dataclass(frozen=True)
@@ -205,19 +232,16 @@ class Denominator:
 
     def log2_sum(self, m: Value | Var) -> Value:
         """The logarithm, base 2, of the row's sum of exponentials."""
-        return self._unless_empty(self._log2_sum(m))
+        return self._unless_empty(self.form.log2_sum, m)
 
     def log_sum_exp(self, m: Value | Var) -> Value:
         """The natural logarithm of the row's sum of exponentials."""
-        return self._unless_empty(self._log2_sum(m) * LN2)
+        return self._unless_empty(self.form.log_sum_exp, m)
 
-    def _log2_sum(self, m: Value | Var) -> Value:
-        log2_l = self.form.b.log2(self.l)
-        return self.form.log2_sum(m.value if isinstance(m, Var) else m, log2_l)
-
-    def _unless_empty(self, logarithm: Value) -> Value:
+    def _unless_empty(self, logarithm: Callable[[Value, Value], Value], m: Value | Var) -> Value:
         b = self.form.b
-        return b.select(self.empty, b.const(NEG_INF, element(self.l.type)), logarithm)
+        found = logarithm(m.value if isinstance(m, Var) else m, b.log2(self.l))
+        return b.select(self.empty, b.const(NEG_INF, element(self.l.type)), found)
 
 
 def finish(form: Maximum, l: Value) -> Denominator:

@@ -63,7 +63,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     A gradient on a CPU that is given ``y`` sees there what was dropped, and does not draw again; with ``statistics`` it
     does not sum exponentials again; with ``weights`` it needs none of these.
     """
-    if not problem.rows:
+    if not problem.rows * problem.length:
         return Plan(())
     backward, cpu = "dy" in views, target.host
     weights = backward and cpu and "weights" in views and SCALARS[problem.dtype].bytes == 2

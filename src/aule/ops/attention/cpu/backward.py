@@ -1,14 +1,14 @@
 """The backward kernel for CPUs: dQ, dK and dV in one pass over the scores.
 
 A task takes some of the key blocks of a head of K and V. For each it loops over the rows of Q that reach the block, of
-all query heads that share it, computes ``P = exp2(S - lse)`` and ``dS = P * (dO V^T - delta)``, and from these
+all query heads that share it, computes ``P = exp(S - lse)`` and ``dS = P * (dO V^T - delta)``, and from these
 
     dV += P^T dO        dK += dS^T Q        dQ += dS K
 
 dK and dV of a block belong to one task. dQ does not: every task of a head leaves a partial sum, and `build_dq_sum` adds
 them up in a fixed order. So results do not depend on the order in which tasks run.
 
-Scores are in the base-2 log domain. With Q' the scaled Q of the forward pass, ``dS^T Q'`` is dK up to a factor.
+With Q' the scaled Q of the forward pass, ``dS^T Q'`` is dK up to a factor.
 
 With pairs of bf16, a step of a product covers two elements of the summed dimension, so operands are paired along it:
 Q, K, V and dO by columns for the scores; Q and dO by rows and K by keys for the gradients; P and dS by rows, and dS by

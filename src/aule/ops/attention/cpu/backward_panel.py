@@ -16,7 +16,7 @@ from aule.tile.vector.engine import Operand
 class Panel:
     """P and dS of a few rows with one panel of keys.
 
-    ``P = exp2(S - lse)`` and ``dS = P * (dO V^T - delta)`` are computed in ``p_panel`` and ``ds_panel``, which are the
+    ``P = exp(S - lse)`` and ``dS = P * (dO V^T - delta)`` are computed in ``p_panel`` and ``ds_panel``, which are the
     arrays that the gradients read unless these hold pairs.
     """
 
@@ -70,7 +70,7 @@ class Panel:
         return c
 
     def _weights(self, c: list[list[Var]]) -> None:
-        """Store ``P = exp2(S - lse)``."""
+        """Store ``P = exp(S - lse)``."""
         b, config, engine, shape = self.b, self.config, self.engine, self.shape
         if config.pairs:
             scale = b.splat(self.p.number("scale", config.work), shape.lanes)
@@ -87,9 +87,9 @@ class Panel:
             lse = b.load(lse_all, base + engine.index(row))
             # A row that keeps nothing has a log-sum-exp of -inf; its weights are 0, as with +inf.
             nothing = b.eq(lse, float("-inf"))
-            lse = b.select(nothing, b.const(float("inf"), config.work), lse * LOG2E)
+            lse = b.select(nothing, b.const(float("inf"), config.work), lse)
             for j, variable in enumerate(variables):
-                b.store(self.task.p_panel, start + j * shape.lanes, b.exp2(variable.value - lse))
+                b.store(self.task.p_panel, start + j * shape.lanes, b.exp2((variable.value - lse) * LOG2E))
 
     def _store_softcap_derivative(self, c: list[list[Var]]) -> None:
         """Store the softcap's derivative, 1 - tanh^2, where dS will be."""

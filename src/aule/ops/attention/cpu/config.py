@@ -70,6 +70,11 @@ class CpuScoreConfig(ScoreConfig):
     bias_columns: Columns = "any"
 
     @property
+    def score_unit(self) -> float:
+        """Scores are what they are (`NaturalMaximum`)."""
+        return 1.0
+
+    @property
     def work(self) -> Scalar:
         """Type that the kernel computes in."""
         return work_type(SCALARS[self.dtype])

@@ -23,9 +23,9 @@ from aule.ops.combine.cpu import Columns, PartialLayout, store_row
 from aule.ops.scores.band import Reach
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotary_of, rotating
-from aule.ops.softmax.online_softmax import Maximum
+from aule.ops.softmax.online_softmax import NaturalMaximum
 from aule.target import Target
-from aule.tile.common.math import LOG2E, NEG_INF, lowest
+from aule.tile.common.math import NEG_INF, lowest
 from aule.tile.common.matrix import Matrix
 from aule.tile.vector.dots import dot_products
 from aule.tile.vector.engine import Operand, Vectors
@@ -60,7 +60,7 @@ class Forward:
         self.b, self.config, self.shape = b, config, config.shape
         self.engine = Vectors(b, config.work, config.shape.lanes)
         self.p = Parameters(b, config)
-        self.form = Maximum(b)
+        self.form = NaturalMaximum(b)
         self.ahead = config.prefetch_keys if config.panels == "none" else 0
         self.all_rows = False  # S, P and alpha are stored for all rows of the task, or for ``shape.rows`` of them
         self.task = self.locate()
@@ -167,7 +167,7 @@ class Forward:
                 b.store(self.o, engine.index(row) * self.padded + col, engine.const(0.0), align=1)
             m, l = b.const(lowest(config.work), config.work), b.const(0.0, config.work)
             if config.sinks:
-                sink = b.cast(b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", head)), config.work) * LOG2E
+                sink = b.cast(b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", head)), config.work)
                 m = self.form.larger(sink, m)
                 l = self.form.weight(sink, m)
                 if config.split:  # only the first split of a row counts the sink
@@ -312,7 +312,7 @@ class Forward:
     # -- softmax -------------------------------------------------------------------------------------------------------
 
     def softmax(self, row: Value, first: Value, last: Value) -> None:
-        """Replace S by ``P = exp2(S - m)``; ``l = l * alpha + sum P``. O is still to be multiplied by alpha."""
+        """Replace S by ``P = exp(S - m)``; ``l = l * alpha + sum P``. O is still to be multiplied by alpha."""
         b, engine, shape = self.b, self.engine, self.shape
         keys = engine.index(first), engine.index(last)
         count = math.gcd(shape.rows, self.config.softmax_rows)

@@ -31,14 +31,13 @@ from aule.ops.attention.cpu.shapes import (
     wanted_splits,
 )
 from aule.ops.attention.plan.layout import rope_options, view_scalars
-from aule.ops.attention.plan.scalars import problem_scalars, row_scalars, score_options
+from aule.ops.attention.plan.scalars import problem_scalars, row_scalars, score_options, score_scalars
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.combine.cpu import CombineConfig, PartialLayout, build_combine
 from aule.ops.scores.config import Columns
 from aule.ops.shared.plan import Plan, Step
 from aule.target import Target
-from aule.tile.common.math import LN2
 from aule.tile.vector.engine import VectorUnit, has_pairs, vector_unit, work_type
 from aule.view import TensorView
 
@@ -88,7 +87,8 @@ class _Call:
         return score_options(self.problem) | rope_options(self.views) | columns
 
     def scalars(self) -> dict[str, int | float]:
-        return problem_scalars(self.problem, self.target) | view_scalars(self.views)
+        natural = score_scalars(self.problem.scale, self.problem.softcap, 1.0)
+        return problem_scalars(self.problem, self.target) | natural | view_scalars(self.views)
 
 
 def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Plan:
@@ -222,8 +222,8 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         "splits": splits,
         "blocks_kv": blocks_kv,
         "dq_factor": problem.scale,
-        # dK is made with Q', which includes the scale and log2(e), or the scale over the cap; with pairs, with Q.
-        "dk_factor": problem.scale if pairs else problem.softcap if problem.softcap > 0 else LN2,
+        # dK is made with Q', which includes the scale, or the scale over the cap; with pairs, with Q.
+        "dk_factor": problem.scale if pairs else problem.softcap if problem.softcap > 0 else 1.0,
     }
     delta = CpuDeltaConfig(problem.dtype, problem.value_dim, shape, call.unit(("o", "do")))
     dq_sum = DqSumConfig(problem.dtype, problem.head_dim, shape)

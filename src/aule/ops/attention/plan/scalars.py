@@ -28,9 +28,7 @@ def problem_scalars(problem: AttentionProblem, target: Target) -> dict[str, int 
         "shift": problem.shift,
         "left": min(left, FAR),
         "right": min(right, FAR),
-        # Scores are made in the log2 domain at once; with a softcap they go through tanh first.
-        "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
-        "softcap": problem.softcap * LOG2E,
+        **score_scalars(problem.scale, problem.softcap, LOG2E),
         "dropout_limit": threshold(problem.dropout_p),
         "keep_scale": keep_scale(problem.dropout_p),
         "batches": problem.batch,
@@ -38,6 +36,11 @@ def problem_scalars(problem: AttentionProblem, target: Target) -> dict[str, int 
         "total_kv": total_kv,
         "bottom_right": int(problem.causal_align == "bottom-right"),
     }
+
+
+def score_scalars(scale: float, softcap: float, unit: float) -> dict[str, int | float]:
+    """What products are multiplied by to make scores in their unit; with a softcap they go through tanh first."""
+    return {"scale": scale / softcap if softcap > 0 else scale * unit, "softcap": softcap * unit}
 
 
 def _heads_together(problem: AttentionProblem, cached: int) -> int:

@@ -12,7 +12,6 @@ from aule.ir import Value, Var
 from aule.ir.types import SCALARS, f32, i32, u32
 from aule.ops.attention.fragment.forward_memory import TileMemory
 from aule.ops.attention.prepass.tile_list import TileList, keep, words
-from aule.ops.scores import modifiers as mod
 from aule.tile.common.math import LOG2E, NEG_INF
 from aule.tile.fragment.engine import FragmentTile
 from aule.tile.warpgroup.engine import Warpgroups
@@ -94,7 +93,7 @@ class TileScores(TileMemory):
             def each(s: Value, r: int, c: int) -> Value:
                 if c % 2 == 0:
                     pair[:] = b.unpack(b.load(buffer, starts[r] + place(engine.behind(c)), 2))
-                return mod.added(b, s, pair[c % 2])
+                return self.config.add(b, s, pair[c % 2])
 
             S.map(each)
 

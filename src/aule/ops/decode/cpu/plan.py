@@ -21,6 +21,7 @@ from aule.ops.attention.cpu.shapes import (
     wanted_splits,
 )
 from aule.ops.attention.plan.layout import view_scalars
+from aule.ops.attention.plan.scalars import score_scalars
 from aule.ops.attention.problem import FAR, UNBOUNDED
 from aule.ops.combine.cpu import PartialLayout
 from aule.ops.decode.cpu.config import CpuDecodeConfig
@@ -28,7 +29,6 @@ from aule.ops.decode.cpu.kernel import RUN, build_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.shared.plan import Plan, Step
 from aule.target import Target
-from aule.tile.common.math import LOG2E
 from aule.tile.vector.engine import has_pairs, vector_unit, work_type
 from aule.tuning import model
 from aule.view import TensorView
@@ -215,9 +215,7 @@ def _scalars(problem: DecodeProblem) -> dict[str, int | float]:
         "heads_kv": problem.heads_kv,
         "left": min(left, FAR),
         "right": min(right, FAR),
-        # As in attention: includes log2(e), or is divided by the softcap, which then includes it.
-        "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
-        "softcap": problem.softcap * LOG2E,
+        **score_scalars(problem.scale, problem.softcap, 1.0),
         "total_q": problem.total_q or 0,
         "pages": problem.pages,
     }
