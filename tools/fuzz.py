@@ -62,9 +62,9 @@ def judge_apart(case: Case) -> str:
     return done.stdout.strip() if done.returncode else ""
 
 
-def save(folder: Path, name: str, case: Case, said: str, judged: Callable[[Case], str] = judge, steps: int = 300) -> Case:
-    """Make a failure smaller and write it down."""
-    smaller, said = report.reduced(case, said, judged, steps)
+def save(folder: Path, name: str, case: Case, said: str, judged: Callable[[Case], str] = judge, most: float = 30.0) -> Case:
+    """Make a failure smaller, in at most some seconds, and write it down."""
+    smaller, said = report.reduced(case, said, judged, most)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(smaller) + "\n")
     (folder / f"{name}.py").write_text(report.script(trial_of(smaller), smaller, said))
@@ -81,6 +81,8 @@ class Run:
         self.ends = time.monotonic() + options.seconds if options.seconds else float("inf")
         self.counts: Counter[str] = Counter()
         self.failures = 0
+        self.known: Counter[tuple[str, str]] = Counter()
+        """Failures alike: only the first is made smaller."""
 
     def numbered(self) -> Iterator[tuple[str, int]]:
         """Groups take turns, a family of cases each."""
@@ -106,7 +108,9 @@ class Run:
             if said:
                 self.failures += 1
                 name = f"{self.options.backend}-{group}-{self.options.seed}-{number}"
-                save(self.options.out, name, case, said)
+                alike = case["op"], report.kind_of(said)
+                self.known[alike] += 1
+                save(self.options.out, name, case, said, most=30.0 if self.known[alike] == 1 else 0.0)
         if current:
             Path(current).write_text(json.dumps([None, dict(self.counts)]))
         self.tell()
@@ -142,7 +146,7 @@ def isolated(options: argparse.Namespace) -> int:
             return failed + (status != 0)
         failed += 1
         said = f"took longer than {HANG:.0f} s" if status is None else f"ended its process with status {status}"
-        save(options.out, f"{options.backend}-{options.seed}-{number}", case, said, judge_apart, steps=40)
+        save(options.out, f"{options.backend}-{options.seed}-{number}", case, said, judge_apart, 120.0)
         start = number + 1
     return failed
 
@@ -195,7 +199,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=1 << 30, help="how many; default: until --seconds have passed")
     parser.add_argument("--seconds", type=float, default=0.0, help="begin no case after this time; 0: no limit")
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
-    parser.add_argument("--together", type=int, default=12, help="neighbouring cases that share kernels")
+    parser.add_argument("--together", type=int, default=60, help="neighbouring cases that share kernels")
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--ops", choices=(*GROUPS, "all"), default="all")
     parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="folder for failures")

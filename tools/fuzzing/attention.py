@@ -63,10 +63,10 @@ def factor(case: Case) -> float:
     return spread / (scale * root)
 
 
-def sprinkled(rng: np.random.Generator, arrays: dict[str, Array], kind: str) -> None:
-    """Put a few values that are not finite into q, k or v."""
-    chosen = arrays["qkv"[int(rng.integers(3))]]
-    if kind == "nonfinite" and chosen.size:
+def sprinkled(rng: np.random.Generator, arrays: dict[str, Array], case: Case) -> None:
+    """Put a few values that are not finite into q, k or v; not into v with dropout, which may drop them."""
+    chosen = arrays["qkv"[int(rng.integers(2 if case["dropout"] else 3))]]
+    if case["values"] == "nonfinite" and chosen.size:
         flat = chosen.reshape(-1)
         for i in rng.integers(0, chosen.size, 1 + int(rng.integers(3))):
             flat[i] = rng.choice([np.nan, np.inf, -np.inf])
@@ -106,8 +106,8 @@ def tables(rng: np.random.Generator, case: Case, batch: int, positions: int) -> 
     return {"cos": buffer(np.cos(angles), dtype), "sin": buffer(np.sin(angles), dtype)}
 
 
-def score_array(rng: np.random.Generator, case: Case, name: str, shape: tuple[int, ...]) -> Buffer:
-    """A mask or a bias, with axes of length 1 where it is broadcast."""
+def score_array(rng: np.random.Generator, case: Case, name: str, shape: tuple[int, ...], lead: int) -> Buffer:
+    """A mask or a bias, with axes of length 1 where it is broadcast, and without the first ``lead``."""
     given = case[name]
     full = tuple(n if axis else 1 for n, axis in zip(shape, given["axes"], strict=True))
     dtype, fill = given["dtype"], given["fill"]
@@ -117,12 +117,12 @@ def score_array(rng: np.random.Generator, case: Case, name: str, shape: tuple[in
             keep = np.broadcast_to(np.arange(full[3]) < rng.integers(full[3] // 2, full[3] + 1), full).copy()
         elif fill == "empty rows" and full[2]:
             keep[..., rng.integers(full[2]), :] = False
-        return buffer(keep, "bool")
+        return buffer(keep.reshape(full[lead:]), "bool")
     dtype = case["dtype"] if dtype == "q" else "f32"
     values = rng.standard_normal(full)
     if fill != "normal":
         values[rng.random(full) < 0.3] = -np.inf if fill == "inf" else LOWEST[dtype]
-    return buffer(values, dtype)
+    return buffer(values.reshape(full[lead:]), dtype)
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
@@ -189,7 +189,8 @@ def score_gradients(problem: AttentionProblem, inputs: Inputs, dout: Array) -> t
 
 def summed(values: Array, shape: tuple[int, ...]) -> Array:
     """Values summed over the axes that a shape broadcasts."""
-    axes = tuple(i for i, n in enumerate(shape) if n == 1 and values.shape[i] != 1)
+    full = (1,) * (values.ndim - len(shape)) + shape
+    axes = tuple(i for i, n in enumerate(full) if n == 1 and values.shape[i] != 1)
     return values.sum(axis=axes, keepdims=True).reshape(shape)
 
 
@@ -234,7 +235,7 @@ def main_arrays(rng: np.random.Generator, case: Case, shapes: dict[str, tuple[in
     """q, k and v."""
     made = {name: floats(rng, shape, case["values"], case["dtype"], name) for name, shape in shapes.items()}
     made["q"] *= factor(case)
-    sprinkled(rng, made, case["values"])
+    sprinkled(rng, made, case)
     return {name: buffer(array, case["dtype"], case["layout"]) for name, array in made.items()}
 
 
@@ -275,7 +276,7 @@ def flash_attention(case: Case) -> Trial:
     arrays |= vectors(rng, case, batch) | tables(rng, case, batch, max(rows, keys))
     for name in ("mask", "bias"):
         if case[name] is not None:
-            arrays[name] = score_array(rng, case, name, (batch, heads, rows, keys))
+            arrays[name] = score_array(rng, case, name, (batch, heads, rows, keys), lead if case["op"] == "sdpa" else 0)
     leaves: tuple[str, ...] = ()
     if differentiable(case):
         leaves = ("q", "k", "v")

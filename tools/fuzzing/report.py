@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import time
 import zlib
 from typing import Any
 
@@ -138,18 +139,17 @@ PLAIN: dict[str, Any] = {
 SIZES = ("seqs", "heads", "dims", "batch", "lens", "lengths", "shape", "rows", "features", "pairs", "page")
 
 
-def reduced(case: dict[str, Any], said: str, judged: Any, steps: int) -> tuple[dict[str, Any], str]:
-    """The smallest case found that still fails, and what is wrong with it."""
-    kind, tried = _kind(said), 0
+def reduced(case: dict[str, Any], said: str, judged: Any, seconds: float) -> tuple[dict[str, Any], str]:
+    """The smallest case found in some time that still fails, and what is wrong with it."""
+    kind, ends = kind_of(said), time.monotonic() + seconds
     progress = True
     while progress:
         progress = False
         for smaller in candidates(case):
-            if tried >= steps:
+            if time.monotonic() > ends:
                 return case, said
-            tried += 1
             found = _judged(smaller, judged)
-            if found and _kind(found) == kind:
+            if found and kind_of(found) == kind:
                 case, said, progress = smaller, found, True
                 break
     return case, said
@@ -162,7 +162,7 @@ def _judged(case: dict[str, Any], judged: Any) -> str:
         return ""
 
 
-def _kind(said: str) -> str:
+def kind_of(said: str) -> str:
     """The part of a message that stays the same while a failure is made smaller."""
     for words in ("second run", "wrong at", "has shape"):
         if words in said:
