@@ -5,9 +5,10 @@
     python tools/fuzz.py --hypothesis --cases 500 --ops rows
     python tools/fuzz.py --case failures/3.json
 
-Case ``n`` of a seed is the same on every machine and in every run. A failure is made smaller and written to ``--out`` as
-a case (``.json``) and as a script (``.py``) that needs only NumPy, torch and aule. With ``--isolate`` cases run in a child
-process, which is started again if a case ends it or takes longer than two minutes.
+Case ``n`` of a seed is the same on every machine and in every run with the same ``--together``. A failure is made
+smaller and written to ``--out`` as a case (``.json``) and as a script (``.py``) that needs only NumPy, torch and aule.
+With ``--isolate`` cases run in a child process, which is started again if a case ends it or takes longer than two
+minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def judge(case: Case) -> str:
     """What is wrong with a case; empty if nothing is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return verdict(trial_of(case), case["twice"])
+        try:
+            return verdict(trial_of(case), case["twice"])
+        except Exception as error:  # a mistake of the fuzzer's, which must not end a run
+            return f"the oracle raised {type(error).__name__}: {error}"
 
 
 def judge_apart(case: Case) -> str:
@@ -62,7 +66,9 @@ def judge_apart(case: Case) -> str:
     return done.stdout.strip() if done.returncode else ""
 
 
-def save(folder: Path, name: str, case: Case, said: str, judged: Callable[[Case], str] = judge, most: float = 30.0) -> Case:
+def save(
+    folder: Path, name: str, case: Case, said: str, judged: Callable[[Case], str] = judge, most: float = 30.0
+) -> Case:
     """Make a failure smaller, in at most some seconds, and write it down."""
     smaller, said = report.reduced(case, said, judged, most)
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from fuzzing.attention import Bounds, factor, floats, options_of, reshaped, vectors
-from fuzzing.trial import Array, Buffer, Name, Step, Trial, Wanted, buffer, names
 
 from aule.ops.attention.reference import Expected, expect, lse_tolerance, to_f64, tolerance
 from aule.ops.attention.validate import attention_problem
@@ -15,6 +13,9 @@ from aule.ops.decode.sequences import E4M3, expect_decode
 from aule.ops.decode.validate import decode_problem
 from aule.ops.kvcache.numpy_append import quantised
 from aule.ops.rope.tables import Rope, rotate
+from fuzzing.attention import factor, floats, options_of, vectors
+from fuzzing.bounds import Bounds, reshaped
+from fuzzing.trial import Array, Buffer, Name, Step, Trial, Wanted, buffer, names
 
 Case = dict[str, Any]
 NOWHERE = (-7, 10**6)
@@ -101,7 +102,9 @@ def paged(rng: np.random.Generator, case: Case) -> dict[str, Buffer]:
     for name, dim in zip("kv", case["dims"], strict=True):
         pool = floats(rng, (pages, page, case["heads"][1], dim), case["values"], case["dtype"], name)
         if case["cache"]:
-            bits, scales = quantised(np.ascontiguousarray(pool, np.float32), {"i8": "int8", "e4m3": "fp8"}[case["cache"]])
+            bits, scales = quantised(
+                np.ascontiguousarray(pool, np.float32), {"i8": "int8", "e4m3": "fp8"}[case["cache"]]
+            )
             scales[~covered] = np.nan
             found[f"{name}_scale"] = buffer(_laid(scales, case), "f32")
             found[name] = buffer(_laid(bits, case), case["cache"])

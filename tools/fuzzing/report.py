@@ -63,7 +63,11 @@ def script(trial: Trial, case: dict[str, Any], said: str) -> str:
         lines.append('    raise AssertionError("a call with a mistake was not refused")')
         return "\n".join(lines) + "\n"
     lines += body
-    for name, want in trial.wanted().items():
+    try:
+        wanted = trial.wanted()
+    except Exception as error:
+        return "\n".join([*lines, f"# The oracle raised {type(error).__name__}."]) + "\n"
+    for name, want in wanted.items():
         skip = want.skip | (np.isfinite(want.values) & (np.abs(want.values) >= 0.99 * MAXIMA[want.dtype]))
         given = ", ".join((_literal(want.values), _literal(want.limit), _literal(skip), repr(want.loose)))
         lines.append(f"check({name!r}, {name}, {given})")
@@ -148,18 +152,11 @@ def reduced(case: dict[str, Any], said: str, judged: Any, seconds: float) -> tup
         for smaller in candidates(case):
             if time.monotonic() > ends:
                 return case, said
-            found = _judged(smaller, judged)
+            found = str(judged(smaller))
             if found and kind_of(found) == kind:
                 case, said, progress = smaller, found, True
                 break
     return case, said
-
-
-def _judged(case: dict[str, Any], judged: Any) -> str:
-    try:
-        return str(judged(case))
-    except Exception:  # no valid case: a field that another one needs is gone
-        return ""
 
 
 def kind_of(said: str) -> str:

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-from fuzzing.trial import Array, Buffer, Name, Step, Trial, Wanted, buffer, names
 
 from aule.ops.attention.reference import unit_in_last_place
 from aule.ops.catalogue import CATALOGUE
@@ -14,6 +13,7 @@ from aule.ops.shared.elements import as_float
 from aule.ops.shared.spec import Call, OpSpec
 from aule.ops.softmax.dropout import seed_words
 from aule.view import TensorView, contiguous_strides
+from fuzzing.trial import Array, Buffer, Name, Step, Trial, Wanted, buffer, names
 
 Case = dict[str, Any]
 
@@ -200,10 +200,8 @@ def gradients(spec: OpSpec, case: Case, trial: Trial, call: Call, known: dict[st
     views = {}
     for name, array in arrays.items():
         kind = {"f": "f64", "i": "i64", "b": "bool", "u": "u32"}[array.dtype.kind]
-        array = np.ascontiguousarray(array.astype(np.float64) if kind == "f64" else array)
-        if kind == "i64":
-            array = array.astype(np.int64)
-        arrays[name] = array
+        wide = {"f64": np.float64, "i64": np.int64}.get(kind, array.dtype)
+        arrays[name] = array = np.array(array, wide, order="C")
         views[name] = TensorView(kind, array.shape, contiguous_strides(array.shape), "host", array)
     options = {option.name: case["options"].get(option.name, option.default) for option in gradient.options}
     exact = gradient.reference(gradient.call(views, options), arrays)

@@ -89,6 +89,7 @@ def floats(draw: Draw, backend: str) -> str:
 
 
 def front_end(draw: Draw, backend: str) -> str:
+    """The kind of arrays."""
     return "torch" if backend == "cuda" or draw.integer(0, 1) else "numpy"
 
 
@@ -273,8 +274,7 @@ def cache_member(draw: Draw, family: Case) -> Case:
     case = dict(family)
     case["heads"] = [case["heads_kv"] * case.pop("group"), case.pop("heads_kv")]
     lengths: list[int | None] = []
-    calls: list[Any] = [["allocate"]]
-    lengths.append(0)
+    calls: list[Any] = []
     for _ in range(draw.integer(2, 14)):
         living = [i for i, n in enumerate(lengths) if n is not None]
         kind = draw.choice(("append", "append", "append", "attend", "attend", "fork", "truncate", "allocate", "free"))

@@ -27,6 +27,7 @@ SPECIAL = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 """Types that NumPy lacks, by the name that ml_dtypes and torch have for them."""
 MAXIMA = {"f16": 65504.0, "bf16": 3.38e38, "f32": 3.4e38, "f64": 1.79e308}
 REFUSALS = (InvalidArgumentError, InvalidShapeError, InvalidDtypeError, DeviceMismatchError)
+REFUSAL_CODES = ("_INIT", "_BACKEND", "_UNSUPPORTED", "_NO_GRADIENT")
 
 
 class Name(str):
@@ -164,7 +165,7 @@ def verdict(trial: Trial, twice: bool = False) -> str:
         found, after = execute(trial)
     except AuleError as error:
         if trial.refused or (trial.may_refuse is not None and trial.may_refuse in str(error)):
-            known = isinstance(error, REFUSALS) or error.code.endswith(("_INIT", "_UNSUPPORTED", "_NO_GRADIENT"))
+            known = isinstance(error, REFUSALS) or error.code.endswith(REFUSAL_CODES)
             return "" if known else f"refused by {type(error).__name__}: {error}"
         trial.wanted()  # raises where the case itself is wrong
         return f"refused: {type(error).__name__}: {error}"

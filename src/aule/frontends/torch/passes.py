@@ -73,7 +73,8 @@ def sink_gradient(saved: Saved, sinks: Tensor) -> Tensor:
     lse, work = saved.lse, saved.lse.dtype
     delta = (saved.dout.to(work) * saved.out.to(work)).sum(-1)
     weight = torch.exp(sinks.to(work)[:, None] - lse)
-    return -(weight * delta).reshape(-1, *lse.shape[-2:]).sum((0, 2)).to(sinks.dtype)
+    terms = weight * delta  # [..., heads, rows], also if q has no axis of heads
+    return -terms.sum((*range(terms.ndim - 2), -1)).to(sinks.dtype)
 
 
 def compute(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]) -> Results:
