@@ -67,14 +67,14 @@ def judge_apart(case: Case) -> str:
 
 
 def save(
-    folder: Path, name: str, case: Case, said: str, judged: Callable[[Case], str] = judge, most: float = 30.0
+    folder: Path, name: str, case: Case, said: str, judged: Callable[[Case], str] = judge, seconds: float = 30.0
 ) -> Case:
     """Make a failure smaller, in at most some seconds, and write it down."""
-    smaller, said = report.reduced(case, said, judged, most)
+    smaller, said = report.reduced(case, said, judged, seconds)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(smaller) + "\n")
     (folder / f"{name}.py").write_text(report.script(trial_of(smaller), smaller, said))
-    print(f"FAILED {name}: {said}\n  {json.dumps(smaller)}", flush=True)
+    print(f"FAILED {name}: {said}" + (f"\n  {json.dumps(smaller)}" if seconds else ""), flush=True)
     return smaller
 
 
@@ -116,7 +116,8 @@ class Run:
                 name = f"{self.options.backend}-{group}-{self.options.seed}-{number}"
                 alike = case["op"], report.kind_of(said)
                 self.known[alike] += 1
-                save(self.options.out, name, case, said, most=30.0 if self.known[alike] == 1 else 0.0)
+                seconds = self.options.shrink if self.known[alike] == 1 else 0.0
+                save(self.options.out, name, case, said, seconds=seconds)
         if current:
             Path(current).write_text(json.dumps([None, dict(self.counts)]))
         self.tell()
@@ -152,7 +153,7 @@ def isolated(options: argparse.Namespace) -> int:
             return failed + (status != 0)
         failed += 1
         said = f"took longer than {HANG:.0f} s" if status is None else f"ended its process with status {status}"
-        save(options.out, f"{options.backend}-{options.seed}-{number}", case, said, judge_apart, 120.0)
+        save(options.out, f"{options.backend}-{options.seed}-{number}", case, said, judge_apart, 4 * options.shrink)
         start = number + 1
     return failed
 
@@ -173,30 +174,41 @@ def wait(child: subprocess.Popen[bytes], current: Path) -> int | None:
 
 def with_hypothesis(options: argparse.Namespace) -> int:
     """Let hypothesis draw cases and make failures smaller."""
+    failed = 0
+    for group in GROUPS if options.ops == "all" else (options.ops,):
+        found = drawn_failure(group, options)
+        if found is not None:
+            failed += 1
+            save(options.out, f"{options.backend}-{group}-hypothesis-{options.seed}", *found, seconds=options.shrink)
+        print(f"{options.cases} cases of {group} by hypothesis: {'a failure' if found else 'no failure'}", flush=True)
+    return failed
+
+
+def drawn_failure(group: str, options: argparse.Namespace) -> tuple[Case, str] | None:
+    """The smallest case of a group that hypothesis finds to fail, and what is wrong with it."""
     import hypothesis
     from hypothesis import strategies
 
-    failed = 0
-    for group in GROUPS if options.ops == "all" else (options.ops,):
-        last: list[tuple[Case, str]] = []
+    last: list[tuple[Case, str]] = []
+    unchecked = list(hypothesis.HealthCheck)  # compiling a kernel is slow
 
-        @hypothesis.seed(options.seed)
-        @hypothesis.settings(max_examples=options.cases, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))  # noqa: E501  # fmt: skip
-        @hypothesis.given(strategies.data())
-        def check(data: Any, group: str = group, last: list[tuple[Case, str]] = last) -> None:
-            case = space.drawn(space.HypothesisDraw(data.draw), group, options.backend)
-            said = judge(case)
-            if said:
-                last[:] = [(case, said)]
-                raise AssertionError(said)
+    @hypothesis.seed(options.seed)
+    @hypothesis.settings(
+        max_examples=options.cases, deadline=None, database=None, print_blob=False, suppress_health_check=unchecked
+    )
+    @hypothesis.given(strategies.data())
+    def check(data: Any) -> None:
+        case = space.drawn(space.HypothesisDraw(data.draw), group, options.backend)
+        said = judge(case)
+        if said:
+            last[:] = [(case, said)]
+            raise AssertionError(said)
 
-        try:
-            check()
-        except AssertionError:
-            failed += 1
-            save(options.out, f"{options.backend}-{group}-hypothesis-{options.seed}", *last[0])
-        print(f"{options.cases} cases of {group} by hypothesis: {'a failure' if last else 'no failure'}", flush=True)
-    return failed
+    try:
+        check()
+    except AssertionError:
+        return last[0]
+    return None
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -209,6 +221,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--ops", choices=(*GROUPS, "all"), default="all")
     parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="folder for failures")
+    parser.add_argument("--shrink", type=float, default=30.0, help="seconds for making a failure smaller")
     parser.add_argument("--current", help="file in which to keep the case that runs")
     parser.add_argument("--isolate", action="store_true", help="run cases in a child process")
     parser.add_argument("--hypothesis", action="store_true", help="let hypothesis draw the cases")

@@ -61,7 +61,7 @@ def rounded(values: Array, dtype: str) -> Array:
     """Values as they are stored."""
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype == "bf16":
-            return stored(np.ascontiguousarray(values, np.float32), "bf16")
+            return stored(np.ascontiguousarray(values, np.float32), "bf16").reshape(np.shape(values))
         return np.asarray(values).astype(ELEMENTS[dtype])
 
 
@@ -245,7 +245,8 @@ def _array(trial: Trial, name: str, one: Buffer) -> tuple[Any, Any]:
         return one.of(flat), flat
     import torch
 
-    if any(step < 0 for step in one.strides):
+    copied = any(step < 0 for step in one.strides)  # which torch lacks
+    if copied:
         flat = np.ascontiguousarray(one.of(flat)).reshape(-1)
         one = Buffer(one.dtype, flat, one.shape, contiguous_strides(one.shape))
     memory = torch.from_numpy(flat.view(np.int16) if one.dtype == "bf16" else flat).to(trial.device)
@@ -254,7 +255,7 @@ def _array(trial: Trial, name: str, one: Buffer) -> tuple[Any, Any]:
     tensor = torch.as_strided(memory, one.shape, one.strides, one.offset)
     if name in trial.leaves:
         tensor.requires_grad_()
-    return tensor, memory if len(flat) == len(trial.arrays[name].flat) else None
+    return tensor, None if copied else memory
 
 
 def _numbers(value: Any) -> Array:
