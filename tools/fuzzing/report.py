@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fuzzing.trial import MAXIMA, SPECIAL, Array, Buffer, Name, Step, Trial
+from fuzzing.trial import MAXIMA, SMALLEST, SPECIAL, Array, Buffer, Name, Step, Trial
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
 
@@ -69,7 +69,14 @@ def script(trial: Trial, case: dict[str, Any], said: str) -> str:
         return "\n".join([*lines, f"# The oracle raised {type(error).__name__}."]) + "\n"
     for name, want in wanted.items():
         skip = want.skip | (np.isfinite(want.values) & (np.abs(want.values) >= 0.99 * MAXIMA[want.dtype]))
-        given = ", ".join((_literal(want.values), _literal(want.limit), _literal(skip), repr(want.loose)))
+        given = ", ".join(
+            (
+                _literal(want.values),
+                _literal(np.maximum(want.limit, SMALLEST.get(want.dtype, 0.0))),
+                _literal(skip),
+                repr(want.loose),
+            )
+        )
         lines.append(f"check({name!r}, {name}, {given})")
     return "\n".join(lines) + "\n"
 

@@ -26,6 +26,8 @@ ELEMENTS: dict[str, Any] = {
 SPECIAL = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 """Types that NumPy lacks, by the name that ml_dtypes and torch have for them."""
 MAXIMA = {"f16": 65504.0, "bf16": 3.38e38, "f32": 3.4e38, "f64": 1.79e308}
+SMALLEST = {"f32": 1.2e-38, "bf16": 1.2e-38, "f64": 2.3e-308}
+"""Numbers that may become zero."""
 REFUSALS = (InvalidArgumentError, InvalidShapeError, InvalidDtypeError, DeviceMismatchError)
 REFUSAL_CODES = ("_INIT", "_BACKEND", "_UNSUPPORTED", "_NO_GRADIENT")
 
@@ -302,7 +304,7 @@ def difference(name: str, found: Array, want: Wanted) -> str:
         error = np.where(~np.isfinite(right) & ~np.isfinite(found), 0.0, error)
     error = np.where(np.isnan(right) & np.isnan(found), 0.0, np.where(np.isnan(error), np.inf, error))
     error = np.where(skip, 0.0, error)
-    bad = error > want.limit
+    bad = error > np.maximum(want.limit, SMALLEST.get(want.dtype, 0.0))
     if not bad.any():
         return ""
     with np.errstate(all="ignore"):
