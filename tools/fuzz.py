@@ -104,11 +104,9 @@ class Run:
 
     def all(self) -> int:
         """Run all cases; the number of failures."""
-        current = self.options.current
         for group, number in self.numbered():
             case = self.case(group, number)
-            if current:
-                Path(current).write_text(json.dumps([number, case]))
+            self.note(number, case)
             said = judge(case)
             self.counts[case["op"]] += 1
             if said:
@@ -118,10 +116,16 @@ class Run:
                 self.known[alike] += 1
                 seconds = self.options.shrink if self.known[alike] == 1 else 0.0
                 save(self.options.out, name, case, said, seconds=seconds)
-        if current:
-            Path(current).write_text(json.dumps([None, dict(self.counts)]))
+        self.note(None, dict(self.counts))
         self.tell()
         return self.failures
+
+    def note(self, number: int | None, case: Case) -> None:
+        """Write down the case that is about to run, so that it is known if it ends the process."""
+        if self.options.current:
+            fresh = Path(f"{self.options.current}.new")
+            fresh.write_text(json.dumps([number, case]))
+            fresh.replace(self.options.current)
 
     def tell(self) -> None:
         done = ", ".join(f"{op} {count}" for op, count in sorted(self.counts.items()))
