@@ -184,3 +184,16 @@ def test_dropout_is_mapped_call_by_call() -> None:
         assert torch.equal(found[0], found[1]) == same
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(lambda q, k, v: drop(q, k, v, None))(*alike)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8), (2, 2, 0, 8)])
+def test_gradient_of_sinks_for_any_number_of_axes_and_no_rows(shape: tuple[int, ...]) -> None:
+    q, sinks = made(*shape).requires_grad_(), torch.zeros(shape[-3] if len(shape) > 2 else 1, requires_grad=True)
+    found = torch.autograd.grad(aule.flash_attention(q, q, q, sinks=sinks).square().sum(), sinks)[0]
+    four = q.detach()[(None,) * (4 - len(shape))]
+    scores = (four @ four.mT) * shape[-1] ** -0.5
+    scores = scores.masked_fill(~torch.ones_like(scores).tril().bool(), -torch.inf)
+    leaf = torch.zeros_like(sinks).requires_grad_()
+    weights = torch.cat([scores, leaf[:, None, None].expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
+    want = torch.autograd.grad((weights @ four).square().sum(), leaf)[0]
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)

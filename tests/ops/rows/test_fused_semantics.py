@@ -127,6 +127,8 @@ def test_rows_of_nothing_and_no_rows() -> None:
     x = made(3, 5)
     none = np.zeros((3, 5), bool)
     assert (aule.softmax_dropout(x, mask=none) == 0).all()
+    for backend in ("numpy", None):
+        assert aule.softmax_dropout(made(2, 0, 5), dropout_p=0.5, backend=backend).shape == (2, 0, 5)
     assert aule.rms_norm(made(0, 5)).shape == (0, 5)
     assert aule.layer_norm(np.zeros((2, 0, 4), np.float16)).shape == (2, 0, 4)
 

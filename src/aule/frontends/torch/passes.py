@@ -74,7 +74,8 @@ def sink_gradient(saved: Saved, sinks: Tensor) -> Tensor:
     delta = (saved.dout.to(work) * saved.out.to(work)).sum(-1)
     # A sink of -inf in a row without keys has no weight: -inf - lse would be NaN.
     weight = torch.exp(sinks.to(work)[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
-    return -(weight * delta).sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
+    terms = weight * delta  # [..., heads, rows], also if q has no axis of heads
+    return -terms.sum((*range(terms.ndim - 2), -1)).to(sinks.dtype)
 
 
 def compute(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, wanted: tuple[str, ...]) -> Results:

@@ -78,7 +78,7 @@ def kept(p: float, seed: Words, heads: npt.ArrayLike, rows: slice, columns: slic
     places = np.arange(rows.start, rows.stop)[:, None]
     words = philox_words((octets, places, np.asarray(heads)[..., None, None], 0), (int(seed[0]), int(seed[1])))
     halves = [word << shift for word in words for shift in (np.uint32(16), np.uint32(0))]
-    flat = np.stack(halves, axis=-1).reshape(*words[0].shape[:-1], -1)
+    flat = np.stack(halves, axis=-1).reshape(*words[0].shape[:-1], OCTET * len(octets))  # not -1: there may be no rows
     start = columns.start - OCTET * first
     return flat[..., start : start + columns.stop - columns.start] >= np.uint32(threshold(p))
 
