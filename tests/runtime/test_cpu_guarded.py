@@ -1,0 +1,81 @@
+"""CPU kernels touch no memory outside of their buffers and arrays: a sample of the tests on guarded memory.
+
+`guarded.py` says how to run all of them so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from repository import ROOT
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pages are protected by mprotect")
+
+SHARE = 25
+"""One test in so many runs here."""
+
+TESTS = (
+    "attention/test_forward.py", "attention/test_backward.py", "attention/test_varlen.py", "attention/test_rope.py",
+    "decode/test_decode_cpu.py", "kvcache/test_kvcache.py", "rows/test_fused.py", "linear/test_linear_devices.py",
+    "cross_entropy/test_cross_entropy_devices.py",
+)  # fmt: skip
+
+FAULTS = """
+import sys
+sys.path.insert(0, "tests")
+import ctypes, functools
+import numpy as np
+import aule, guarded
+
+side, what = sys.argv[1:]
+guarded.install(side)
+if what == "byte":
+    region = guarded.Region(5000, side)
+    region.bytes[:] = 1
+    ctypes.string_at(region.address + (5000 if side == "end" else -1), 1)
+if what == "buffer":  # the kernel reads one element more than there is
+    make = guarded.Region.__init__
+    def shrunk(self, nbytes, side):
+        make(self, nbytes, side)
+        self.address += 4 if side == "end" else -4
+    guarded.Region.__init__ = shrunk
+if what == "array":  # the kernel has smaller arrays
+    from aule.render import _llvm_memory
+    check = _llvm_memory.Memory._check
+    _llvm_memory.Memory._check = lambda self, place, last: check(self, place, last - 1)
+x = np.linspace(0, 1, 2 * 40 * 64, dtype=np.float32).reshape(1, 2, 40, 64)
+found = aule.flash_attention(x, x, x, backend="cpu")
+assert np.allclose(found, aule.flash_attention(x, x, x, backend="numpy"), atol=1e-5)
+print("right")
+"""
+
+
+@pytest.mark.parametrize("side", ["end", "start"])
+@pytest.mark.parametrize("what", ["nothing", "byte", "buffer", "array"])
+def test_guards_notice(side: str, what: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, side, what], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    if what == "nothing":
+        assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+    else:
+        signals = ("SIGILL", "SIGTRAP") if what == "array" else ("SIGSEGV", "SIGBUS")
+        assert signal.Signals(-done.returncode).name in signals and done.stdout == "", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["end", "start"])
+def test_kernels_stay_inside(side: str) -> None:
+    share = SHARE if side == "end" else 2 * SHARE
+    chosen = {"AULE_TEST_GUARD": side, "AULE_TEST_SHARE": str(share)}
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "cpu"]
+    done = subprocess.run(
+        [sys.executable, *command, *(f"tests/ops/{name}" for name in TESTS)],
+        cwd=ROOT, env=os.environ | chosen, capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " passed" in done.stdout
