@@ -11,7 +11,7 @@ import pytest
 from repository import ROOT
 
 FOLDERS = ("src", "tests", "tools", "benchmarks", "examples", "scripts", "docs", ".github")
-PRESENT = ("README.md", "docs/design.md", "docs/kernel-language.md")
+PRESENT = ("README.md", "docs/design.md", "docs/kernel-language.md", "docs/numerics.md")
 """Pages on what is there now; the notebook, docs/lab, tells of what was there on its day."""
 NOTEBOOK = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "lab").glob("*.md"))
 FOREIGN = {"v_permlanex16", "OpAtomicIAdd"}
