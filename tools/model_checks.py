@@ -17,13 +17,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import aule
 from aule.errors import AuleError
 from aule.integrations import transformers as integration
+from aule.integrations.transformers_cache import AuleCache
 
 TOLERANCE = 1e-3
 """Largest difference from eager, by the largest value: float32 through a few layers."""
 
 MAPPINGS = (
     "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "MASKED_LM", "CAUSAL_LM",
-    "PRETRAINING", "UNIVERSAL_SEGMENTATION", "OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "DEPTH_ESTIMATION", "CTC",
+    "PRETRAINING", "UNIVERSAL_SEGMENTATION", "OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "DEPTH_ESTIMATION",
+    "CTC",
 )  # fmt: skip
 """Kinds of classes, the fullest first; the base model is taken if a family has none of them."""
 
@@ -62,11 +64,13 @@ def check(family: str) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     reasons = []
     for name in class_names(family):
+        if not hasattr(transformers, name):
+            continue
         try:
             return {"class": name, **_check_class(getattr(transformers, name), family)}
         except NotMade as error:
             reasons.append(f"{name}: {error}")
-    return {"class": class_names(family)[0], "not made": reasons[-1] if reasons else "no class"}
+    return {"class": class_names(family)[0], "not made": reasons[0] if reasons else "transformers exports no class"}
 
 
 def _check_class(kind: Any, family: str) -> dict[str, Any]:
@@ -83,7 +87,8 @@ def _check_class(kind: Any, family: str) -> dict[str, Any]:
     if repeated.error(expected) > TOLERANCE:
         raise NotMade("two passes of eager attention differ")
     tried = {"inputs": sorted(inputs), "compared": expected.parts()}
-    return {**tried, "aule": _aule(kind, config, eager, expected), "install": _install(kind, config, eager, expected)}
+    check = _Check(kind, config, eager, expected)
+    return {**tried, "aule": check.aule(), "install": check.install(), "cache": check.cache()}
 
 
 def _spread(model: Any) -> None:
@@ -91,7 +96,7 @@ def _spread(model: Any) -> None:
     state = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2 and parameter.is_floating_point():
+            if parameter.dim() >= 2 and parameter.is_floating_point() and parameter.numel():
                 parameter.normal_(std=parameter[0].numel() ** -0.5 if "embed" not in name else 1.0)
             elif parameter.is_floating_point():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -100,7 +105,7 @@ def _spread(model: Any) -> None:
 
 def _fitting_inputs(model: Any, family: str) -> dict[str, Any]:
     """Return the first candidate of inputs that a model accepts, with finite results."""
-    last = NotMade("no inputs known for " + ", ".join(inspect.signature(model.forward).parameters))
+    reason = None
     for again in (False, True):
         if again:  # weights of the usual size, where the spread ones overflow
             model.load_state_dict(model._aule_start)
@@ -108,18 +113,36 @@ def _fitting_inputs(model: Any, family: str) -> dict[str, Any]:
             try:
                 tensors = _forward(model, inputs)
             except Exception as error:
-                last = NotMade(f"inputs {sorted(inputs)}: {_line(error)}")
+                reason = reason or f"inputs {', '.join(sorted(inputs))}: {_line(error)}"
                 continue
             if tensors and all(torch.isfinite(x).all() for x in tensors):
                 return inputs
-            last = NotMade("no finite output")
-    raise last
+            reason = reason or "no finite output"
+    raise NotMade(reason or "no inputs known for " + ", ".join(inspect.signature(model.forward).parameters))
 
 
 def _forward(model: Any, inputs: dict[str, Any]) -> list[Any]:
     torch.manual_seed(1)
     with torch.no_grad():
-        return list(_tensors(model(**inputs)))
+        return _real(model(**inputs), inputs)
+
+
+def _unmasked(model: Any, inputs: dict[str, Any]) -> list[Any]:
+    try:
+        return _forward(model, {**inputs, "attention_mask": None})
+    except AuleError:
+        raise
+    except Exception:  # some need one
+        return []
+
+
+def _real(output: Any, inputs: dict[str, Any]) -> list[Any]:
+    """Return the tensors of an output at positions that are no padding: there, an attention may do as it likes."""
+    mask = inputs.get("attention_mask")
+    tensors = list(_tensors(output))
+    if mask is None:
+        return tensors
+    return [x[mask.bool()] if x.dim() > 2 and x.shape[:2] == mask.shape else x for x in tensors]
 
 
 def _tensors(output: Any) -> Iterator[Any]:
@@ -135,12 +158,19 @@ def _tensors(output: Any) -> Iterator[Any]:
             yield from _tensors(value)
 
 
+def loss(x: Any) -> Any:
+    """Return a number whose gradient depends on every element; squares have none where rows are normalised."""
+    return (x * torch.randn(x.shape, generator=torch.Generator().manual_seed(2))).mean()
+
+
 class _Results:
     """What a model computes from inputs: outputs, gradients, and generated tokens where it can."""
 
     def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
         self.outputs = _forward(model, inputs)
+        if inputs.get("attention_mask") is not None:  # masks that transformers may leave out
+            self.outputs += _unmasked(model, inputs)
         self.gradients = self._gradients(model)
         self.generated = self._generate(model)
 
@@ -148,30 +178,40 @@ class _Results:
         model.zero_grad()
         torch.manual_seed(1)
         try:
-            tensors = [x for x in _tensors(model(**self.inputs)) if x.requires_grad]
-            sum(x.square().mean() for x in tensors).backward()
+            tensors = [x for x in _real(model(**self._whole()), self.inputs) if x.requires_grad]
+            sum(loss(x) for x in tensors).backward()
         except AuleError:
             raise
         except Exception:
             return None
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
+    def _whole(self) -> dict[str, Any]:
+        """Return inputs without padding, if outputs are shorter and padding cannot be left out of them."""
+        if not {"input_features", "input_values"} & self.inputs.keys() or "attention_mask" not in self.inputs:
+            return self.inputs
+        return {**self.inputs, "attention_mask": torch.ones_like(self.inputs["attention_mask"])}
+
     def _generate(self, model: Any) -> Any:
-        if not model.can_generate():
-            return None
-        inputs = {n: x for n, x in self.inputs.items() if not n.startswith("decoder_")}
-        if not model.config.is_encoder_decoder and "attention_mask" in inputs:
-            inputs["attention_mask"] = inputs["attention_mask"].flip(1)  # a decoder is padded on the left
-        torch.manual_seed(1)
-        options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
         try:
-            return torch.stack(model.generate(**inputs, **options).logits)
+            return self.generate(model)
         except AuleError:
             raise
         except Exception:
             return None
+
+    def generate(self, model: Any, **options: Any) -> Any:
+        """Return the logits of some generated tokens, None if a model cannot generate."""
+        if not model.can_generate():
+            return None
+        inputs = {n: x for n, x in self.inputs.items() if not n.startswith("decoder_")}
+        if not model.config.is_encoder_decoder and inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = inputs["attention_mask"].flip(1)  # a decoder is padded on the left
+        torch.manual_seed(1)
+        options |= {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        return torch.stack(model.generate(**inputs, **options).logits)
 
     def parts(self) -> list[str]:
         """Return what was computed."""
@@ -231,41 +271,72 @@ class _Calls:
         AttentionInterface.register("aule", self.original)
 
 
-def _aule(kind: Any, config: Any, eager: Any, expected: _Results) -> dict[str, Any]:
-    integration.register()
-    with _Calls() as calls:
-        return _verdict(kind, config, eager, expected, "aule", lambda: calls.count)
+class _Check:
+    """A model's class, its configuration, and what its eager attention computes."""
 
+    def __init__(self, kind: Any, config: Any, eager: Any, expected: _Results) -> None:
+        self.kind, self.config, self.eager, self.expected = kind, config, eager, expected
 
-def _install(kind: Any, config: Any, eager: Any, expected: _Results) -> dict[str, Any]:
-    aule.reset_dispatch_stats()
-    aule.install()
-    try:
-        name = "sdpa" if kind._supports_sdpa else None
-        return _verdict(kind, config, eager, expected, name, lambda: aule.dispatch_stats()["served"])
-    finally:
-        aule.uninstall()
+    def aule(self) -> dict[str, Any]:
+        """Check ``attn_implementation="aule"``."""
+        integration.register()
+        with _Calls() as calls:
+            return self._verdict("aule", lambda: calls.count)
 
-
-def _verdict(kind: Any, config: Any, eager: Any, expected: _Results, name: str | None, calls: Any) -> dict[str, Any]:
-    try:
-        options = {} if name is None else {"attn_implementation": name}
+    def install(self) -> dict[str, Any]:
+        """Check `aule.install` with PyTorch's attention, or what the model takes without it."""
+        aule.reset_dispatch_stats()
+        aule.install()
         try:
-            model = kind._from_config(copy.deepcopy(config), **options).eval().float()
+            return self._verdict("sdpa", lambda: aule.dispatch_stats()["served"])
+        finally:
+            aule.uninstall()
+
+    def cache(self) -> dict[str, Any]:
+        """Check `generate` over an `AuleCache`, for decoders alone."""
+        if self.expected.generated is None or self.config.is_encoder_decoder:
+            return {}
+        try:
+            model = self._model("aule")
+            pages = AuleCache(model.config, 64, page_size=4)
+            found = self.expected.generate(model, past_key_values=pages)
+        except AuleError as error:
+            return {"verdict": "refused", "message": str(error)}
+        except Exception as error:
+            return {"verdict": "wrong", "message": _line(error)}
+        error = _error(found, self.expected.generated)
+        verdict = "wrong" if not error <= TOLERANCE else "served" if pages.pool is not None else "handed on"
+        return {"verdict": verdict, "error": float(f"{error:.1e}")}
+
+    def _verdict(self, name: str, calls: Any) -> dict[str, Any]:
+        try:
+            found = _Results(self._model(name), self.expected.inputs)
+        except AuleError as error:
+            return {"verdict": "refused", "message": str(error)}
+        except Exception as error:
+            return {"verdict": "wrong", "message": _line(error)}
+        count = calls()
+        error, reference = found.error(self.expected), "eager"
+        if not error <= TOLERANCE and self.kind._supports_sdpa:  # which may differ from eager, where rows are empty
+            plain = _Results(self._model("sdpa"), self.expected.inputs) if name == "aule" else self._plain()
+            error, reference = found.error(plain), "sdpa"
+        verdict = "wrong" if not error <= TOLERANCE else "served" if count else "handed on"
+        return {"verdict": verdict, "calls": count, "error": float(f"{error:.1e}"), "reference": reference}
+
+    def _plain(self) -> _Results:
+        aule.uninstall()
+        return _Results(self._model("sdpa"), self.expected.inputs)
+
+    def _model(self, name: str) -> Any:
+        options = {"attn_implementation": name}
+        try:
+            model = self.kind._from_config(copy.deepcopy(self.config), **options)
         except ValueError:
             if name != "sdpa":
                 raise
-            model = kind._from_config(copy.deepcopy(config)).eval().float()  # a part has no sdpa
-        model.load_state_dict(eager.state_dict())
-        found = _Results(model, expected.inputs)
-    except AuleError as error:
-        return {"verdict": "refused", "message": str(error)}
-    except Exception as error:
-        return {"verdict": "wrong", "message": _line(error)}
-    error = found.error(expected)
-    count = calls()
-    verdict = "wrong" if not error <= TOLERANCE else "served" if count else "handed on"
-    return {"verdict": verdict, "calls": count, "error": float(f"{error:.1e}")}
+            model = self.kind._from_config(copy.deepcopy(self.config))  # the model or a part of it has no sdpa
+        model.load_state_dict(self.eager.state_dict())
+        return model.eval().float()
 
 
 def _line(error: BaseException) -> str:

@@ -27,17 +27,23 @@ def _at_most(limit: int) -> Callable[[int], int]:
 
 
 RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
-    (r"num_feat_extract_layers|type_vocab_size|num_labels|chunk_size_feed_forward|sampl(ing|e)_rate|num_channels|in_channels|input_channels", int),
+    (r"num_feat_extract_layers|type_vocab_size|num_labels|chunk_size_feed_forward|sampl(ing|e)_rate", int),
+    (r"num_channels|in_channels|input_channels", int),
     (r"vocab_size|vocab_dim", lambda _: VOCABULARY),
     (r"num_nextn_predict_layers|num_kv_shared_layers|first_k_dense_replace|max_window_layers", lambda v: min(v, 1)),
     (r"num_experts_per_tok|experts_per_token|moe_topk|top_k_experts|moe_k|num_selected_experts", _at_most(2)),
     (r"n_group|topk_group|num_expert_group", lambda _: 1),
     (r"shared_experts", _at_most(1)),
     (r"experts$|num_experts|moe_num_experts", _at_most(4)),
-    (r"(hidden|encoder|decoder|^num|_num|attention)_layers|^n_layers?$|^layers$|_layers$|depth$|num_blocks", _at_most(2)),
+    (r"(hidden|encoder|decoder|^num|_num|attention)_layers|^n_layers?$|_layers$|^layers$|depth$|num_blocks",
+     _at_most(2)),
+    (r"mamba_d_head|mamba_headdim|^qk_head_dim", _at_most(32)),
+    (r"mamba_d_ssm", _at_most(128)),
+    (r"^d_head$|dim_head", _at_most(16)),
     (r"key_value_heads|kv_heads|linear_num_key_heads", _at_most(2)),
     (r"heads?$|num_heads|n_heads", lambda v: v if v < 2 else 4),
-    (r"head_dim|d_kv$|dim_head|d_head$|kv_channels|attention_head_size|mamba_headdim", _at_most(16)),
+    (r"^window_size$", _at_most(4)),
+    (r"head_dim|d_kv$|dim_head|d_head$|kv_channels|attention_head_size", _at_most(16)),
     (r"lora_rank", _at_most(16)),
     (r"rotary_dim", _at_most(8)),
     (r"image_size|^img_size|input_size|pretrain_size", lambda v: IMAGE if v >= IMAGE else v),
@@ -50,6 +56,12 @@ RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
      r"(size|dim|units|channels)s?$|d_model|n_embd|d_ff$|d_inner|n_inner|dim$|_dims$|width|attention_hidden|ffn|mlp_dim"
      r"|intermediate|hidden_size|hidden_dim|channels$|feedforward|codevector|filters$|codebook_size", _at_most(WIDTH)),
 )  # fmt: skip
+ABSENT = {
+    "head_dim": WIDTH // 4, "num_key_value_heads": 4, "num_experts_per_tok": 2, "n_routed_experts": 4,
+    "n_shared_experts": 1, "vocab_size": VOCABULARY, "prediction_length": 4, "vocabulary_map": {"<image>": 5},
+}  # fmt: skip
+"""What a model needs although its default configuration has none."""
+PER_LAYER = ("out_features", "out_indices", "stage_names", "per_layer_config")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 TOKEN = re.compile(r"token_id$|token_index$|token_ids$|^(bo|eo)[a-z]_token")
 
@@ -82,7 +94,8 @@ def _fields(config: Any, model_type: str, tokens: _Tokens) -> dict[str, Any]:
             continue
         if name in parts:
             part = getattr(config, name)
-            changed[name] = {**_fields(part, part.model_type, tokens), "model_type": part.model_type}
+            given = {n: x for n, x in part.to_diff_dict().items() if n not in (*part.sub_configs, *PER_LAYER)}
+            changed[name] = {**given, **_fields(part, part.model_type, tokens), "model_type": part.model_type}
         elif TOKEN.search(name):
             found = _token(value, tokens)
             if found != value:
@@ -95,8 +108,8 @@ def _fields(config: Any, model_type: str, tokens: _Tokens) -> dict[str, Any]:
             per_layer[name] = value
         elif isinstance(value, list | tuple) and value and all(isinstance(x, int) for x in value):
             changed |= _small_list(name, value)
-        elif name == "head_dim" and value is None:
-            changed[name] = WIDTH // 4
+        elif value is None and name in ABSENT:
+            changed[name] = ABSENT[name]
     own = vars(config)
     if own.get("num_key_value_heads") and own["num_key_value_heads"] == own.get("num_attention_heads"):
         changed["num_key_value_heads"] = changed.get("num_attention_heads", own["num_attention_heads"])
@@ -141,7 +154,7 @@ def _small_list(name: str, values: Any) -> dict[str, Any]:
         return {name: [16 if "conv" in name else 32] * len(values)}
     if re.search(r"image_size", name):
         return {name: [IMAGE] * len(values)}
-    if re.search(r"indexes$|indices$|_layers$", name):
+    if re.search(r"indexes$|indices$|_layers$", name) and name != "encode_proj_layers":
         return {name: [1]}
     return {}
 
@@ -155,12 +168,13 @@ def _shortened(name: str, values: Any, count: int) -> list[Any]:
 def _layer_kinds(config: Any) -> dict[str, Any]:
     """Keep one layer of each kind that a model mixes, and at least two layers."""
     out: dict[str, Any] = {}
-    kinds = getattr(config, "layer_types", None)
-    fixed = isinstance(getattr(type(config), "layer_types", None), property)
-    if isinstance(kinds, list | tuple) and kinds and not fixed:
+    field = config.attribute_map.get("layer_types", "layer_types")
+    field = field if field in vars(config) else "layers_block_type"
+    kinds = vars(config).get(field)
+    if isinstance(kinds, list | tuple) and kinds:
         chosen = list(dict.fromkeys(kinds))
         chosen = chosen if len(chosen) > 1 else chosen * 2
-        out["layer_types"] = chosen
+        out[field] = chosen
         for name in LAYERS:
             if hasattr(config, name):
                 out[name] = len(chosen)
@@ -192,7 +206,8 @@ def _rope(config: Any, changed: dict[str, Any]) -> dict[str, Any]:
 def candidates(model: Any, family: str) -> Iterator[dict[str, Any]]:
     """Give inputs that a model may accept, the likeliest first."""
     accepted = set(inspect.signature(model.forward).parameters)
-    main = model.main_input_name if model.main_input_name in accepted else None
+    main = model.main_input_name
+    main = main if isinstance(main, str) and main in accepted else None
     generator = torch.Generator().manual_seed(0)
     text = {"input_ids": torch.randint(3, 90, (2, 9), generator=generator), "attention_mask": torch.ones(2, 9).long()}
     text["attention_mask"][1, 6:] = 0
@@ -210,6 +225,7 @@ def candidates(model: Any, family: str) -> Iterator[dict[str, Any]]:
         if model.config.is_encoder_decoder and "decoder_input_ids" in accepted:
             yield only(text, decoder)
         yield only(text)
+        yield only({**text, "bbox": boxes / 128}, decoder)
         yield only({**text, "attention_mask": None})
         for image in images:
             yield only(text, image)
@@ -219,7 +235,8 @@ def candidates(model: Any, family: str) -> Iterator[dict[str, Any]]:
         yield only(group, text)
     if main is not None:
         for shape in ((2, 16, WIDTH), (2, 16), (2, 3, 16)):
-            yield {main: torch.randn(shape, generator=generator)}
+            if main != "input_ids":
+                yield {main: torch.randn(shape, generator=generator)}
 
 
 def _number(config: Any, *names: str, default: int) -> int:
@@ -284,5 +301,9 @@ def _sounds(config: Any, generator: Any) -> list[dict[str, Any]]:
         {"input_values": random(2, 1, 3200)},
         {"input_features": random(2, 1, 64, bins)},
         {"past_values": random(2, _number(config, "context_length", default=32))},
-        {"past_values": random(2, _number(config, "context_length", default=32), _number(config, "num_input_channels", default=1))},
+        {
+            "past_values": random(
+                2, _number(config, "context_length", default=32), _number(config, "num_input_channels", default=1)
+            )
+        },
     ]

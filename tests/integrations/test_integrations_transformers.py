@@ -289,14 +289,91 @@ def test_dropout() -> None:
     assert torch.equal(found, again) and not torch.equal(found, plain)
 
 
-def test_refusals(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals() -> None:
     q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
     module = torch.nn.Module()
     with pytest.raises(aule.AuleError, match="continuous batching"):
         integration.attention_forward(module, q, k, v, None, cache=object())
-    with caplog.at_level("WARNING", logger="aule"):
+    with pytest.raises(aule.AuleError, match=r"output_attentions=False, got True in Module; .*eager"):
         integration.attention_forward(module, q, k, v, None, output_attentions=True)
-    assert "output_attentions" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_attention_weights_are_refused(name: str) -> None:
+    """They would be missing from the output without an error."""
+    ours, theirs = pair(*DECODERS[name])
+    with pytest.raises(aule.AuleError, match=r"output_attentions=False, got True in \w+; .*eager"):
+        ours(IDS, output_attentions=True)
+    with pytest.raises(aule.AuleError, match="output_attentions"):
+        ours.generate(IDS, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+    ours.set_attn_implementation("eager")
+    found, expected = ours(IDS, output_attentions=True), theirs(IDS, output_attentions=True)
+    assert len(found.attentions) == 2
+    close(found.attentions[1], expected.attentions[1])
+
+
+# -- models with attention of their own --------------------------------------------------------------------------------
+
+
+def bloom() -> Any:
+    return transformers.BloomForCausalLM, transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+
+
+def test_a_model_with_its_own_attention_is_refused() -> None:
+    kind, config = bloom()
+    expected = r"got BloomForCausalLM, which computes attention in code of its own; use attn_implementation='eager', or"
+    with pytest.raises(aule.AuleError, match=expected + r" aule\.install\(\)"):
+        kind._from_config(copy.deepcopy(config), attn_implementation="aule")
+
+    class Mine(kind):  # type: ignore[misc, valid-type]
+        """A user's subclass, in a module without attention layers."""
+
+    with pytest.raises(aule.AuleError, match="got Mine, which computes"):
+        Mine._from_config(copy.deepcopy(config), attn_implementation="aule")
+
+
+def test_a_model_that_was_not_asked_gets_masks_that_are_right() -> None:
+    """The implementation written into a configuration by hand: it was not checked."""
+    kind, config = bloom()
+    model = kind._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = model(IDS, attention_mask=LEFT).logits[LEFT.bool()]
+        model.config._attn_implementation = "aule"
+        found = model(IDS, attention_mask=LEFT).logits[LEFT.bool()]
+    assert torch.equal(found, expected)
+
+
+def test_masks_without_a_call_of_attention_are_an_error() -> None:
+    """Attention that the check of the class does not recognise as such."""
+    kind, config = DECODERS["llama"]
+    model = kind._from_config(copy.deepcopy(config), attn_implementation="aule").eval()
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(aule.AuleError, match="LlamaModel, which built masks and called none"):
+        model(IDS, attention_mask=LEFT)
+
+
+def test_a_part_can_be_chosen() -> None:
+    """A model of which one part has attention of its own."""
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**SMALL).to_dict(),
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4
+        ).to_dict(),
+    )
+    choice = {"text_config": "aule", "vision_config": "eager"}
+    model = transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation=choice)
+    assert model.config.text_config._attn_implementation == "aule"
+    assert model.config.vision_config._attn_implementation == "eager"
+
+
+def test_a_checked_model_is_copied_and_saved(tmp_path: Any) -> None:
+    ours, _ = pair(*DECODERS["gpt_oss"])
+    again = copy.deepcopy(ours)
+    with torch.no_grad():
+        close(again(IDS, attention_mask=LEFT).logits, ours(IDS, attention_mask=LEFT).logits)
+    ours.config.save_pretrained(tmp_path)
+    assert "aule" not in (tmp_path / "config.json").read_text()
 
 
 def test_padding_is_not_lost() -> None:

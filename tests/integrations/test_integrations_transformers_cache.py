@@ -106,6 +106,43 @@ def test_refusals() -> None:
         AuleCache.over(aule.KVCache(2, 2, 8, layers=2, device="cpu"), [0], [1, 2])
 
 
+def test_keys_that_are_changed_after_the_cache_are_blamed() -> None:
+    """DeepSeek-V3 caches compressed keys; the attention function is not to blame."""
+    options = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 8, "q_lora_rank": 8,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    ours, _ = pair(transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config(**options))
+    with pytest.raises(aule.AuleError, match=r"keys of layer 0 as they were cached, .*latent.* DynamicCache"):
+        ours.generate(IDS, past_key_values=AuleCache(ours.config, 32), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: transformers.Llama4TextConfig(num_hidden_layers=4), "chunked_attention"),
+        (lambda: transformers.JambaConfig(), "linear_attention"),
+        (lambda: transformers.Gemma3nTextConfig(), "shared or no keys"),
+    ],
+)
+def test_layers_of_another_kind_are_refused(make: Any, kind: str) -> None:
+    config = make()
+    with pytest.raises(aule.AuleError, match=rf"got {type(config).__name__} with layers of .*{kind}.*DynamicCache"):
+        AuleCache(config, 32)
+
+
+def test_keys_shared_by_two_layers_are_refused() -> None:
+    ours, _ = pair(*DECODERS["llama"])
+    cache = AuleCache(ours.config, 32)
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+    marked, _ = cache.update(k, v, 0)
+    integration.attention_forward(torch.nn.Module(), q, marked, v, None)
+    with pytest.raises(aule.AuleError, match="keys of layer 0 once"):
+        integration.attention_forward(torch.nn.Module(), q, marked, v, None)
+
+
 def test_a_step_without_room_can_be_made_again() -> None:
     ours, _ = pair(*DECODERS["llama"])
     cache = AuleCache(ours.config, 3, page_size=8)

@@ -9,6 +9,7 @@ and called no attention raises an error.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from typing import Any
@@ -21,18 +22,32 @@ _names: set[str] = set()
 """The names under which aule is registered."""
 
 
+_KNOWN_ARGUMENTS = frozenset(
+    "module query key value attention_mask dropout scaling sliding_window softcap is_causal s_aux position_bias".split()
+)
+
+
 class _CheckedName(str):
     """The value of ``config._attn_implementation`` of a model that was checked; equal to the registered name."""
 
 
-class _Pass(threading.local):
-    """What a thread's forward pass has done so far."""
-
-    unused_masks = 0
-    """Masks that were built since attention was last called."""
+class _AdditiveName(_CheckedName):
+    """That of a model which does not support PyTorch's attention: its code may change masks, additive ones."""
 
 
-_pass = _Pass()
+class _EagerName(_AdditiveName):
+    """That of a model which knows eager attention only: a mask is never left out, and no mask means no causality."""
+
+
+class _Counts(threading.local):
+    """What the models of a thread have done so far."""
+
+    def __init__(self) -> None:
+        self.masks = self.calls = 0
+        self.before: dict[int, tuple[int, int]] = {}  # masks and calls at the start of the pass of a model, by its id
+
+
+_counts = _Counts()
 
 
 def check_models_of(name: str) -> None:
@@ -54,21 +69,26 @@ def check_models_of(name: str) -> None:
 
 def _checked(model: Any, name: str) -> str:
     """Return the name to store in a model's configuration, or raise an error if aule cannot serve the model."""
-    if _has_own_attention(type(model)):
+    reason = _reason_against(type(model))
+    if reason is not None:
         raise _unsupported(
             "a model whose layers call the attention functions of transformers",
-            f"{type(model).__name__}, which computes attention in code of its own",
+            f"{type(model).__name__}, {reason}",
             "use attn_implementation='eager', or aule.install() with the model's default, which serves calls of "
             f"PyTorch's scaled_dot_product_attention; parts of a model are chosen by {{'text_config': {str(name)!r}}}",
         )
     if _before_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
         model.register_forward_hook(_after_forward)
-    return _CheckedName(name)
+    if model._supports_sdpa:
+        return _CheckedName(name)
+    # With flash attention a mask may be left out too, but a decoder's layers need not say that they are causal.
+    skips = model._supports_flash_attn and not model.config.is_encoder_decoder
+    return _AdditiveName(name) if skips else _EagerName(name)
 
 
-def _has_own_attention(model_class: type) -> bool:
-    """Return whether a model's module defines attention layers and has no `AttentionInterface` that they could call.
+def _reason_against(model_class: type) -> str | None:
+    """Return why aule cannot serve a class of models, or None if it can.
 
     A module without attention layers (a composition of other models, a subclass in a user's file) does not tell; then
     the modules of the base classes do.
@@ -76,20 +96,32 @@ def _has_own_attention(model_class: type) -> bool:
     from transformers import AttentionInterface, PreTrainedModel
 
     for base in model_class.__mro__:
-        if not issubclass(base, PreTrainedModel) or base is PreTrainedModel:
-            continue
         module = sys.modules.get(base.__module__)
-        members = [] if module is None else list(vars(module).values())
-        if any(isinstance(member, AttentionInterface) for member in members):
-            return False
-        if any(_is_attention_layer(member, base.__module__) for member in members):
-            return True
-    return False
+        if not issubclass(base, PreTrainedModel) or base is PreTrainedModel or module is None:
+            continue
+        members = vars(module)
+        if any(isinstance(member, dict) and _are_layers(member.get("eager")) for member in members.values()):
+            return "which has a class of layers for each kind of attention"
+        eager = members.get("eager_attention_forward")
+        unknown = (
+            [] if eager is None else sorted({*inspect.signature(eager).parameters} - _KNOWN_ARGUMENTS - {"kwargs"})
+        )
+        if unknown:
+            return f"whose attention has an argument {unknown[0]!r}"
+        if any(isinstance(member, AttentionInterface) for member in members.values()):
+            return None
+        if any(_is_attention_layer(member, base.__module__) for member in members.values()):
+            return "which computes attention in code of its own"
+    return None
+
+
+def _are_layers(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, torch.nn.Module)
 
 
 def _is_attention_layer(member: Any, module: str) -> bool:
     """Return whether a member of a module is a class of attention layers that is defined there from scratch."""
-    if not isinstance(member, type) or member.__module__ != module:
+    if not _are_layers(member) or member.__module__ != module:
         return False
     return "Attention" in member.__name__ and torch.nn.Module in member.__bases__
 
@@ -98,14 +130,14 @@ def _before_forward(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions") and model.config._attn_implementation in _names:
         raise no_weights(type(model).__name__)
     if not torch.compiler.is_compiling():
-        _pass.unused_masks = 0
+        _counts.before[id(model)] = _counts.masks, _counts.calls
 
 
 def _after_forward(model: Any, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or not _pass.unused_masks:
+    if torch.compiler.is_compiling():
         return
-    _pass.unused_masks = 0
-    if model.config._attn_implementation in _names:
+    masks, calls = _counts.before.pop(id(model), (_counts.masks, _counts.calls))
+    if _counts.masks > masks and _counts.calls == calls and model.config._attn_implementation in _names:
         raise _unsupported(
             "a model whose layers call the attention functions of transformers",
             f"{type(model).__name__}, which built masks and called none of them",
@@ -116,22 +148,38 @@ def _after_forward(model: Any, args: Any, output: Any) -> None:
 def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     """Build a mask for a model; transformers calls this function with the arguments of its own `sdpa_mask`.
 
-    A model whose configuration was changed behind transformers' back was not checked, and gets the additive masks of
-    eager attention, which are right for every kind of attention but take memory.
+    A model that does not support PyTorch's attention gets additive masks. So does one whose configuration was changed
+    behind transformers' back, because it was not checked: they are right for every kind of attention, but take memory.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    if not isinstance(getattr(config, "_attn_implementation", None), _CheckedName):
-        return eager_mask(*args, config=config, **kwargs)
     if not torch.compiler.is_compiling():
-        _pass.unused_masks += 1
-    return sdpa_mask(*args, config=config, **kwargs)
+        _counts.masks += 1
+    name = getattr(config, "_attn_implementation", None)
+    if isinstance(name, _EagerName) or not isinstance(name, _CheckedName):
+        return eager_mask(*args, config=config, **kwargs)
+    made = sdpa_mask(*args, config=config, **kwargs)
+    if made is None or not isinstance(name, _AdditiveName):
+        return made
+    dtype = kwargs.get("dtype", torch.float32)
+    return torch.zeros_like(made, dtype=dtype).masked_fill_(~made, torch.finfo(dtype).min)
 
 
 def attention_called() -> None:
     """Note that attention was called in this thread's forward pass."""
     if not torch.compiler.is_compiling():
-        _pass.unused_masks = 0
+        _counts.calls += 1
+
+
+def calls() -> int:
+    """Return how often attention was called in this thread."""
+    return _counts.calls
+
+
+def causal_without_mask(module: Any) -> bool:
+    """Return whether a layer that is given no mask may be causal; in models with eager attention only it is not."""
+    config = getattr(module, "config", None)
+    return not isinstance(getattr(config, "_attn_implementation", None), _EagerName)
 
 
 def no_weights(name: str) -> AuleError:

@@ -3,8 +3,8 @@
 Transformers (Flux, Qwen-Image, Wan ...) use the dispatcher: after ``register()``, call
 ``model.set_attention_backend("aule")``. UNets, VAEs and PixArt do not use it; call
 ``unet.set_attn_processor(AuleAttnProcessor())`` instead. Others (SD3, CogVideoX, Lumina2, Sana ...) do neither;
-`aule.install` serves their calls of PyTorch's attention. ``set_attention_backend`` warns about layers it does not reach,
-and ``set_attn_processor`` refuses layers that compute something else, such as linear attention.
+`aule.install` serves their calls of PyTorch's attention. ``set_attention_backend`` warns about layers it does not
+reach, and ``set_attn_processor`` refuses layers that compute something else, such as linear attention.
 
 Calls that aule does not support (head dimensions above 256, context parallelism, tensors that it cannot use in place)
 go to PyTorch's attention, and `aule.dispatch_stats` counts them by reason. Inside ``torch.compile`` all calls go to
@@ -32,17 +32,19 @@ _lock = threading.Lock()
 _active_before: dict[str, Any] = {}
 """For each registered name, the dispatcher's active backend at the time of registration."""
 
-_REPLACEABLE = frozenset({
-    "AttnAddedKVProcessor",
-    "AttnAddedKVProcessor2_0",
-    "AttnProcessor",
-    "AttnProcessor2_0",
-    "AuleAttnProcessor",
-    "SlicedAttnAddedKVProcessor",
-    "SlicedAttnProcessor",
-    "XFormersAttnAddedKVProcessor",
-    "XFormersAttnProcessor",
-})
+_REPLACEABLE = frozenset(
+    {
+        "AttnAddedKVProcessor",
+        "AttnAddedKVProcessor2_0",
+        "AttnProcessor",
+        "AttnProcessor2_0",
+        "AuleAttnProcessor",
+        "SlicedAttnAddedKVProcessor",
+        "SlicedAttnProcessor",
+        "XFormersAttnAddedKVProcessor",
+        "XFormersAttnProcessor",
+    }
+)
 """Processors of diffusers that compute what `AuleAttnProcessor` computes, without weights of their own."""
 
 
@@ -107,7 +109,7 @@ class AuleAttnProcessor:
     """Attention processor of a UNet or a VAE: ``unet.set_attn_processor(AuleAttnProcessor())``.
 
     It replaces diffusers' ``AttnProcessor2_0``, and ``AttnAddedKVProcessor2_0`` for layers with added key and value
-    projections. Setting it on a layer with another kind of processor raises an error, because it would compute something
+    projections. Setting it on a layer with another kind of processor raises an error, because that computes something
     else (linear attention, rotary embeddings, adapters). To undo it, save ``unet.attn_processors`` before and set it
     again.
 

@@ -107,7 +107,7 @@ def attention_forward(
     if attention_mask is None:
         # A single query is the last row and attends to all keys. Several queries without a mask start at the first key,
         # even if the rest of a static cache, still empty, follows.
-        causal = seq_q > 1 and bool(is_causal)
+        causal = seq_q > 1 and bool(is_causal) and models.causal_without_mask(module)
         if causal and sliding_window is not None:
             window = (sliding_window - 1, 0)
     options: dict[str, Any] = {

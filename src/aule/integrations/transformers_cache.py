@@ -8,7 +8,8 @@ grows, padding uses no memory, and beams share their common tokens. Pass it to
 
 transformers passes a layer's new keys first to the cache and then to attention, and only attention knows which of them
 are padding. So `update` marks the keys, and `attention_forward` calls `AuleCache.attend` for marked keys, which appends
-them and attends. If another attention function was chosen, the next step raises an error.
+them and attends. If another attention function was chosen, or the model changes keys in between, the next layer raises
+an error. Layers other than full and sliding attention (Llama 4's chunks, Mamba, linear attention) are refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from aule.api.kvcache import KVCache
 from aule.errors import AuleError, InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.route import host_backend
+from aule.integrations import _transformers_models as models
 
 __all__ = ["AuleCache"]
 
@@ -51,7 +53,9 @@ class AuleCache(Cache):  # type: ignore[misc]
 
     def __init__(self, config: Any, num_pages: int, *, page_size: int = 16, quantize: str | None = None) -> None:
         self._options = {"num_pages": num_pages, "page_size": page_size, "quantize": quantize}
-        self._start(config.get_text_config(decoder=True).num_hidden_layers)
+        text = config.get_text_config(decoder=True)
+        _check_layers(text)
+        self._start(text.num_hidden_layers)
 
     @classmethod
     def over(cls, pool: KVCache, sequences: Sequence[int], lengths: Sequence[int] | None = None) -> AuleCache:
@@ -89,6 +93,7 @@ class AuleCache(Cache):  # type: ignore[misc]
         self._lengths: tuple[int, ...] | None = None
         self._offsets: Any = None
         self._checked: list[Any] = []
+        self.marked: tuple[int, int] | None = None  # the layer whose keys were marked and not taken, and calls before
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -114,7 +119,8 @@ class AuleCache(Cache):  # type: ignore[misc]
         query, key, value : Tensor
             ``[batch, heads, seq, head_dim]`` of the new tokens.
         mask : Tensor, optional
-            Boolean ``[batch, 1, seq_q, seq_kv]``, as transformers makes it from padding. Other masks raise an error.
+            ``[batch, 1, seq_q, seq_kv]``, boolean or additive, as transformers makes it from padding. Other masks raise
+            an error.
         scale, sliding_window, softcap, sinks
             Options of attention; see `attention_forward`.
 
@@ -123,7 +129,13 @@ class AuleCache(Cache):  # type: ignore[misc]
         Tensor
             ``[batch, seq, heads, head_dim]``.
         """
-        self.layers[layer].pending = False
+        if self.marked is None or self.marked[0] != layer:
+            raise AuleError(
+                "AULE_ERROR_UNSUPPORTED",
+                f"[AuleCache] expected the keys of layer {layer} once, got them again; a model that attends to them "
+                "several times, or shares them between layers, needs a DynamicCache",
+            )
+        self.marked = None
         pool = self._pool(key, value)
         window = None if sliding_window is None else (sliding_window - 1, 0)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
@@ -188,6 +200,10 @@ class AuleCache(Cache):  # type: ignore[misc]
         """Read the padding from the first mask, and refuse masks other than padding, causality and a window."""
         if any(known is mask for known in self._checked):  # the layers of a step share one mask, or one per kind
             return
+        given = mask
+        if mask.is_floating_point():
+            keeps, drops = mask == 0, mask == torch.finfo(mask.dtype).min
+            mask = keeps if bool((keeps | drops).all()) else mask
         rows, keys = mask.shape[-2:]
         at = torch.arange(seen, seen + rows, device=mask.device)[:, None]
         column = torch.arange(keys, device=mask.device)
@@ -206,10 +222,10 @@ class AuleCache(Cache):  # type: ignore[misc]
             raise AuleError(
                 "AULE_ERROR_UNSUPPORTED",
                 "[AuleCache] expected a causal mask with padding on the left, got another; pad on the left, or use a "
-                "DynamicCache",
+                "DynamicCache for packed, chunked or bidirectional attention",
             )
         self._pads = pads
-        self._checked = [*self._checked[-1:], mask]
+        self._checked = [*self._checked[-1:], given]
 
     # -- the interface of a transformers cache -----------------------------------------------------------------------
 
@@ -246,8 +262,9 @@ class AuleCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Free all sequences and keep the pool."""
         self._select_rows([])
+        self.marked = None
         for layer in self.layers:
-            layer.seen, layer.pending = 0, False
+            layer.seen = 0
 
     def _select_rows(self, rows: list[int]) -> None:
         if self.pool is None:
@@ -275,25 +292,20 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.cache, self.number = cache, number
         self.seen = 0
-        self.pending = False  # whether keys were marked and not yet appended
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         """Do nothing: `AuleCache.attend` creates the pool."""
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Mark new keys, so that attention appends them."""
-        if self.pending:
-            raise AuleError(
-                "AULE_ERROR_UNSUPPORTED",
-                "[AuleCache] expected attention to take the keys of the step before, got none; load the model with "
-                "attn_implementation='aule' and call aule.integrations.transformers.register()",
-            )
+        if self.cache.marked is not None:
+            raise _not_taken(*self.cache.marked)
         if torch.is_grad_enabled() and key_states.requires_grad:
             raise AuleError(
                 "AULE_ERROR_NO_GRADIENT",
                 "[AuleCache] expected keys that need no gradient, got some; use torch.no_grad(), or train without it",
             )
-        self.pending = True
+        self.cache.marked = self.number, models.calls()
         marked = key_states.view_as(key_states)  # a new object, so that only it is marked
         marked.aule_pages = (self.cache, self.number)
         return marked, value_states
@@ -308,3 +320,36 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     get_max_cache_shape = get_max_length  # the name in earlier versions
+
+
+def _check_layers(config: Any) -> None:
+    """Refuse models with layers that keep something else than keys and values of all tokens or of a window."""
+    try:
+        from transformers.cache_utils import get_layer_types_and_kwargs
+    except ImportError:  # earlier versions
+        kinds = getattr(config, "layer_types", None) or ()
+    else:
+        kinds = get_layer_types_and_kwargs(config)[0]
+    other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if other:
+        names = ", ".join("shared or no keys" if kind == "dummy" else kind for kind in other)
+        raise AuleError(
+            "AULE_ERROR_UNSUPPORTED",
+            f"[AuleCache] expected layers of full or sliding attention, got {type(config).__name__} with layers of "
+            f"{names}; use a DynamicCache",
+        )
+
+
+def _not_taken(layer: int, calls: int) -> AuleError:
+    """Return the error for keys of a layer that attention did not take; ``calls`` of it were made before."""
+    if models.calls() > calls:
+        return AuleError(
+            "AULE_ERROR_UNSUPPORTED",
+            f"[AuleCache] expected attention to get the keys of layer {layer} as they were cached, got others; a model "
+            "that caches compressed keys (DeepSeek's latent attention) or changes them needs a DynamicCache",
+        )
+    return AuleError(
+        "AULE_ERROR_UNSUPPORTED",
+        f"[AuleCache] expected aule's attention to take the keys of layer {layer}, got none; load the model with "
+        "attn_implementation='aule' and call aule.integrations.transformers.register()",
+    )
