@@ -61,7 +61,7 @@ def _over_rows(problem: CrossEntropyProblem, views: Mapping[str, TensorView], ta
         passes=(passes,),
         axes=len(layout.sizes),
         index64=needs_index64(rows.values()),
-        operands=row_operands(rows, passes.width),
+        operands=row_operands(rows, passes.width, target),
         stream=backward and streams({n: views[n] for n in ("logits", "dlogits")}, target),
     )
     scalars = layout.scalars | view_scalars(rows)
@@ -73,14 +73,15 @@ def _over_rows(problem: CrossEntropyProblem, views: Mapping[str, TensorView], ta
 
 def _shape(problem: CrossEntropyProblem, width: int, target: Target) -> tuple[RowShape, PassShape]:
     shape, passes = choose_rows(target, problem.dtype, problem.length, width, problem.rows)
-    # From so many columns on, threads loop over a row instead of keeping it in registers. They are few, so that a unit
-    # reads one row while it reduces another; a small batch takes more.
+    # Threads loop over longer rows instead of keeping them in registers. They are few, so that a unit reads one row
+    # while it reduces another; a small batch takes more.
     loop = tuning.use(target, "cross_entropy.loop")
-    if target.host or problem.length < loop["columns"]:
+    if target.host or problem.length <= loop["columns"]:
         return shape, passes
-    few = problem.rows < loop["few_rows"] * target.compute_units
-    threads = shape.threads if few else min(shape.threads, loop["threads"])
-    return replace(shape, threads=threads, slots=1, exact=True), PassShape(width)
+    threads = tuning.number(target, "rows.stream_threads", wide=passes.width > 1)
+    if problem.rows >= loop["few_rows"] * target.compute_units:
+        threads = min(threads, loop["threads"])
+    return RowShape(min(threads, target.max_threads), exact=True), PassShape(passes.width)
 
 
 def _reduction(
@@ -104,7 +105,7 @@ def _reduction(
         passes=(passes,),
         axes=1,
         index64=False,
-        operands=row_operands(lines, passes.width),
+        operands=row_operands(lines, passes.width, target),
     )
     scalars = row_layout((1, length), lines).scalars | view_scalars(lines) | {"length": length}
     return Step(config, build_reduction, (1, 1, 1), scalars)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from aule import tuning
 from aule.ops.glu.kernels import GluConfig, build_glu, build_glu_gradient
 from aule.ops.glu.problem import GluProblem
-from aule.ops.rows.hints import NO_SUMS, RowTuning
+from aule.ops.rows.hints import NO_SUMS, RowTuning, Work
 from aule.ops.rows.layout import choose_rows, evicts_last, overlaps_launch, row_grid, streams
 from aule.ops.rows.views import needs_index64, row_layout, row_operands, view_scalars, view_width
 from aule.ops.shared.plan import Plan, Step
@@ -32,7 +32,7 @@ def plan_glu(problem: GluProblem, views: Mapping[str, TensorView], target: Targe
     else:
         layout, width = row_layout(problem.shape, views), min(view_width(view, length) for view in views.values())
     hints = RowTuning(**tuning.use(target, "glu"))
-    shape, passes = choose_rows(target, problem.dtype, length, width, count, NO_SUMS, hints)
+    shape, passes = choose_rows(target, problem.dtype, length, width, count, Work(elements=True), hints)
     name, backward = _NAMES[problem.activation], "dy" in views
     grid = row_grid(name, shape, count, target)
     config = GluConfig(
@@ -44,9 +44,9 @@ def plan_glu(problem: GluProblem, views: Mapping[str, TensorView], target: Targe
         passes=(passes,),
         axes=len(layout.sizes),
         index64=needs_index64(views.values()),
-        operands=row_operands(views, passes.width, length),
+        operands=row_operands(views, passes.width, target, length),
         stream=streams(views, target),
-        evict_last=evicts_last(views, target, NO_SUMS),
+        evict_last=evicts_last(views, target, NO_SUMS, passes.width),
         awaits=overlaps_launch(target, shape),
     )
     scalars = layout.scalars | view_scalars(views) | {"length": length}

@@ -88,8 +88,7 @@ def normalise(
         squares, *sums = passes.sums(square(x), *terms(x))
         scale = squares.map(lambda s: b.unary("rsqrt", s * inverse + eps))
         return Normalised(x, x, None, None, scale, sums)
-    even = passes.shape.parts > 0 and not passes.shape.ragged and k.rows.can_merge_moments
-    if moments and even and not extra:
+    if moments and passes.shape.parts and k.rows.can_merge_moments and not extra:
         mean, squares = _moments(k, x)
         scale = squares.map(lambda s: b.unary("rsqrt", s * inverse + eps))
         rough = Derived(lambda p: p[x] - p[mean])
@@ -123,25 +122,29 @@ def _moments(k: RowKernel, x: Source | Derived) -> tuple[PerRow, PerRow]:
     """Mean and squared deviations of rows by one pass and one exchange: those of parts are merged."""
     b, passes, width = k.b, k.passes, k.passes.shape.width
     found: dict[int, tuple[Value, Value]] = {}
-    count = 0
+    count, exist = 0, b.const(0.0, k.work)
 
     def add(parts: list[Part], _: int) -> None:
-        nonlocal count
+        nonlocal count, exist
         for part in parts:
             values = b.unpack(part[x])
             mean = fold(b, "add", values) * (1.0 / width)
             squares = _squares(b, [value - mean for value in values])
+            before, sums = found.get(part.row, (mean, b.const(0.0, k.work)))
             if count:
-                before, sums = found[part.row]
                 difference, share = mean - before, width / (count + width)
                 mean = b.fma(difference, share, before)
                 squares = b.fma(difference * (count * share), difference, sums + squares)
+            if part.inside is not None:
+                mean, squares = b.select(part.inside, mean, before), b.select(part.inside, squares, sums)
             found[part.row] = mean, squares
+        inside, columns = parts[0].inside, b.const(float(width), k.work)
+        exist = exist + (columns if inside is None else b.select(inside, columns, 0.0))
         count += width
 
     passes.walk(add)
     means, sums = zip(*(found[row] for row in sorted(found)), strict=True)
-    return k.rows.merge_moments(PerRow(means), PerRow(sums), count)
+    return k.rows.merge_moments(PerRow(means), PerRow(sums), exist if passes.shape.ragged else count)
 
 
 def _squares(b: Builder, values: list[Value]) -> Value:

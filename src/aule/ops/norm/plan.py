@@ -8,12 +8,12 @@ from aule.ir import KernelIR
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
 from aule.ops.rows.checks import has_statistics
+from aule.ops.rows.classes import row_class
 from aule.ops.rows.column_sum import column_sum_step
 from aule.ops.rows.hints import Work
 from aule.ops.rows.layout import (
     choose_rows,
     evicts_last,
-    has_common_grid,
     has_moments,
     mark_group_is_block,
     overlaps_launch,
@@ -60,8 +60,7 @@ def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], ta
         return Plan((step,))
     partials = int(step.scalars["partials"])
     outputs, layout = [(name, views[name]) for name in sums], step.config.sums
-    common = has_common_grid(target, step.config.shape, problem.rows, step.grid)
-    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, specialise=common, layout=layout)
+    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, layout=layout)
     return Plan((step, finish), {"partial": partials * len(sums) * problem.length})
 
 
@@ -84,21 +83,22 @@ def norm_step(
     # A gradient reduces two values per row, in one exchange if it need not find the mean first.
     one_exchange = len(copied) > 1 and (statistics or not problem.center)
     work = Work(len(sums), columns, copied, written, problem.center, exchanged=2 if one_exchange else 0)
-    shape, passes = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), problem.rows, work)
+    width = common_width(rows.values())
+    kind = row_class(target, problem.dtype, problem.length, width, work.use)
+    shape, passes = choose_rows(target, problem.dtype, problem.length, width, problem.rows, work)
     grid = row_grid(name, shape, problem.rows, target)
     shape = mark_group_is_block(shape, grid, target)
     partials = grid[0] // max(shape.cluster, shape.sums_cluster)
-    operands = row_operands(views, passes.width)
+    operands = row_operands(views, passes.width, target)
     if statistics:
         operands = (*operands, ("statistics", RowOperand(problem.work)))
     scalars = layout.scalars | view_scalars(views)
     scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "sums": problem.length}
     dense = layout.dense(problem.length) and all(view.offset == 0 for view in views.values())
-    one_length = passes.parts > 0 and not passes.ragged  # rows of this shape have this length only
     config = NormConfig(
         name=name,
         center=problem.center,
-        moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
+        moments=problem.center and has_moments(target, problem.dtype, kind.columns, work),
         dtype=problem.dtype,
         shape=shape,
         passes=(passes,),
@@ -106,10 +106,10 @@ def norm_step(
         index64=needs_index64(rows.values(), partials * len(sums) * problem.length),
         operands=operands,
         stream=streams(rows, target),
-        evict_last=evicts_last(rows, target, work),
+        evict_last=evicts_last(rows, target, work, passes.width),
         awaits=overlaps_launch(target, shape),
-        fused_rounding=rounds_fused(target, problem.length, work),
+        fused_rounding=rounds_fused(target, kind.columns, work),
         sums=sums_layout(target, passes) if sums else "in_order",
-        fixed=fixed_scalars(scalars) if dense and one_length and specialises(target, problem.length, work) else (),
+        fixed=fixed_scalars(scalars) if dense and kind.exact and specialises(target, kind.columns, work) else (),
     )
     return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from aule import tuning
 from aule.ops.rope.kernels import RopeConfig, build_norm_rope_gradient, build_rope
@@ -14,7 +15,6 @@ from aule.ops.rows.hints import NO_SUMS, Work
 from aule.ops.rows.layout import (
     choose_rows,
     evicts_last,
-    has_common_grid,
     mark_group_is_block,
     overlaps_launch,
     row_grid,
@@ -22,7 +22,6 @@ from aule.ops.rows.layout import (
 )
 from aule.ops.rows.views import (
     RowLayout,
-    fixed_scalars,
     lay_out,
     needs_index64,
     row_operands,
@@ -44,16 +43,16 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         return Plan(())
     sums, norm = "dweight" in views, problem.eps is not None
     rows = {name: view for name, view in views.items() if name in _ROWS}
-    evict_last = evicts_last(rows, target, NO_SUMS)
-    shape, passes = _shape(problem, rows, sums, evict_last, target)
+    longest = max(problem.pairs, problem.rest)
+    shape, passes, evict_last = _shape(problem, rows, sums, target)
     # Heads of a position that a thread processes at once share its angles.
     most = 1 if sums else tuning.number(target, "rope.heads", norm=norm)
     heads, layout = _heads_last(problem, views, most)
     loops = sums or target.host
     shape = replace(shape, batch=heads, loops=loops, exact=problem.rows % (shape.slots * heads) == 0)
-    ranges = [_cut(problem.pairs, passes, shape.threads)]
+    ranges = [_cut(problem.pairs, passes, longest)]
     if problem.rest and not (problem.inplace and not norm):
-        ranges.append(_cut(problem.rest, passes, shape.threads))
+        ranges.append(_cut(problem.rest, passes, longest))
     name = "rms_norm_rope" if norm else "rope"
     grid = row_grid(name, shape, problem.rows, target)
     shape = mark_group_is_block(shape, grid, target)
@@ -61,7 +60,6 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     ids = views.get("position_ids")
     scalars = layout.scalars | view_scalars(views) | {"length": problem.pairs, "length1": problem.rest}
     scalars |= {"inverse_length": 1.0 / problem.length, "sums": problem.length}
-    fixed = ids is None and _positions_first(problem, views, layout) and tuning.number(target, "rope.specialised")
     config = RopeConfig(
         name=f"{name}_backward" if problem.inverse else name,
         interleaved=problem.interleaved,
@@ -74,11 +72,10 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         passes=tuple(ranges),
         axes=len(layout.sizes),
         index64=needs_index64(views.values(), partials * problem.length),
-        operands=row_operands({n: view for n, view in views.items() if n != "position_ids"}, passes.width),
+        operands=row_operands({n: view for n, view in views.items() if n != "position_ids"}, passes.width, target),
         stream=streams(rows, target) and not problem.inplace,  # in place, the row is in the cache already
         evict_last=evict_last,
         awaits=overlaps_launch(target, shape),
-        fixed=fixed_scalars(scalars) if fixed else (),
     )
     scalars |= {"eps": problem.eps or 0.0, "partials": partials, "positions": problem.positions}
     if ids is not None:
@@ -89,45 +86,43 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         return Plan((step,))
     outputs = [("dweight", views["dweight"])]
     pairs = problem.pairs if problem.interleaved else 0
-    common = has_common_grid(target, shape, problem.rows, grid)
-    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs, common)
+    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs)
     return Plan((step, finish), {"partial": partials * problem.length})
 
 
 def _shape(
-    problem: RopeProblem, rows: Mapping[str, TensorView], sums: bool, evict_last: bool, target: Target
-) -> tuple[RowShape, PassShape]:
-    """The layout of the longer of a row's two ranges of columns: pairs, and the rest."""
+    problem: RopeProblem, rows: Mapping[str, TensorView], sums: bool, target: Target
+) -> tuple[RowShape, PassShape, bool]:
+    """The layout of the longer of a row's two ranges of columns: pairs, and the rest; and `evicts_last`."""
     width = min(view_width(view, math.gcd(problem.pairs, problem.rest)) for view in rows.values())
     longest = max(problem.pairs, problem.rest)
     # As for sums even if there are none: one part each of many arrays.
-    shape, passes = choose_rows(target, problem.dtype, longest, width, problem.rows, Work(sums=1))
+    shape, passes = choose_rows(target, problem.dtype, longest, width, problem.rows, Work(sums=1, rotates=True))
     if target.host:
-        passes = replace(passes, unroll=tuning.use(target, "rope.cpu")["unroll"])
+        passes = replace(passes, unroll=tuning.use(target, "rope.cpu")["unroll"], **_host_width(problem, passes))
+    evict_last = evicts_last(rows, target, NO_SUMS, passes.width)
     if problem.eps is not None and not sums:
         threads = tuning.number(target, "rope.norm_threads", overlap=target.overlap, evict_last=evict_last)
         shape = replace(shape, slots=max(min(shape.slots, threads // shape.threads), 1))
     room = tuning.number(target, "rope.sum_threads")
     if sums and room:
         shape = replace(shape, resident=max(room // shape.workgroup, 1))
-    return shape, passes
+    return shape, passes, evict_last
 
 
-def _positions_first(problem: RopeProblem, views: Mapping[str, TensorView], layout: RowLayout) -> bool:
-    """Whether strides do not depend on the number of positions: those are the first axis, followed by heads only,
-    without gaps."""
-    heads_share = all(not any(layout.strides[name][1:]) for name in ("cos", "sin"))
-    heads = math.prod(layout.sizes[1:])
-    dense = all(layout.strides[name][0] == heads * problem.length for name in _ROWS if name in layout.strides)
-    return heads_share and dense and all(view.offset == 0 for view in views.values())
+def _host_width(problem: RopeProblem, passes: PassShape) -> dict[str, Any]:
+    """Fields of a CPU's `PassShape`: each range of columns has at least one vector; in place, only full ones, since
+    columns of a tail would be read again after they were rotated."""
+    lengths = [n for n in (problem.pairs, problem.rest) if n]
+    width = min(passes.width, *(1 << (n.bit_length() - 1) for n in lengths))
+    if problem.inplace:
+        width = min(width, *(n & -n for n in lengths))
+    return {"width": width, "tail": width > 1 and not problem.inplace}
 
 
-def _cut(columns: int, passes: PassShape, threads: int) -> PassShape:
-    """The shape ``passes`` for another number of columns."""
-    if not passes.parts:
-        return replace(passes, rest=columns % passes.width)
-    pieces = -(-columns // passes.width)
-    return replace(passes, parts=-(-pieces // threads), ragged=pieces % threads != 0)
+def _cut(columns: int, passes: PassShape, longest: int) -> PassShape:
+    """Divide a range of columns as the longest one; of a shorter range, all parts may be past the end."""
+    return passes if columns == longest else replace(passes, ragged=passes.parts)
 
 
 def _heads_last(problem: RopeProblem, views: Mapping[str, TensorView], most: int) -> tuple[int, RowLayout]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aule import tuning
@@ -40,12 +39,10 @@ class ColumnSumConfig:
         Partial sums hold the first columns of all pairs, then the second ones, then the rest; results hold columns in
         order, with pairs side by side.
     deinterleaved : bool
-        Partial sums are deinterleaved (`aule.tile.rows.column_sums.SumsLayout`).
+        Partial sums may be deinterleaved (`aule.tile.rows.column_sums.SumsLayout`): a parameter says so.
     awaits : bool
         The kernel starts while the launch before it ends, and waits for it. That launch is an ordinary one on the same
         stream, so when it has ended, so has everything before it.
-    fixed : tuple of (str, int or float)
-        Scalars compiled into the kernel (`Parameters`).
     """
 
     dtype: str
@@ -60,7 +57,6 @@ class ColumnSumConfig:
     pairs: bool = False
     deinterleaved: bool = False
     awaits: bool = False
-    fixed: tuple[tuple[str, int | float], ...] = ()
 
 
 def column_sum_step(
@@ -70,57 +66,49 @@ def column_sum_step(
     length: int,
     target: Target,
     pairs: int = 0,
-    specialise: bool = False,
     layout: SumsLayout = "in_order",
 ) -> Step:
     """Add up ``partials`` rows of ``length`` sums for each output.
 
-    Partial sums have this ``layout``; ``pairs`` pairs of columns are stored as in `ColumnSumConfig.pairs`. With
-    ``specialise`` the numbers are compiled in, since most calls have as many partial sums.
+    Partial sums have this ``layout``; ``pairs`` pairs of columns are stored as in `ColumnSumConfig.pairs`.
     """
-    columns, lanes, width, vectors, together = _shape(dtype, length, len(outputs), target, pairs > 0)
+    shape = _host_shape(dtype, target, pairs > 0) if target.host else _shape(length, len(outputs), target)
     numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
+    numbers["deinterleaved"] = int(layout == "deinterleaved")
     config = ColumnSumConfig(
         dtype,
         tuple((name, view.dtype) for name, view in outputs),
-        columns,
-        lanes,
-        width,
-        vectors,
-        together,
-        at_once=min(-(-partials // lanes), tuning.number(target, "column_sum.at_once")),
+        **shape,
         index64=partials * len(outputs) * length > 2**31 - 1 - (1 << 20),
         pairs=pairs > 0,
-        deinterleaved=layout == "deinterleaved",
+        deinterleaved=tuning.number(target, "rows.sums.layout") == "deinterleaved",
         awaits=target.overlap,
-        fixed=tuple(numbers.items()) if specialise else (),
     )
-    groups = -(-length // (columns * width * vectors))
+    each = config.columns * config.width * config.vectors
+    groups = -(-length // each)
     if groups > target.max_grid[0]:
         raise InvalidShapeError(
-            f"[{outputs[0][0]}] expected at most {target.max_grid[0] * columns * width} columns on {target.name}, got "
+            f"[{outputs[0][0]}] expected at most {target.max_grid[0] * each} columns on {target.name}, got "
             f"{length}; use backend='cpu'"
         )
     return Step(config, build_column_sum, (groups, len(outputs), 1), numbers)
 
 
-def _shape(dtype: str, length: int, outputs: int, target: Target, pairs: bool) -> tuple[int, int, int, int, int]:
-    """Columns, lanes, width, vectors and vectors together (`ColumnSumConfig`)."""
-    if target.host:
-        lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
-        task = tuning.use(target, "column_sum.cpu")
-        return (1, 1, 1, 1, 1) if pairs else (1, 1, lanes, task["vectors"], task["together"])
-    # Neighbouring columns of a workgroup: the most that leave every unit one, and at least the 32 bytes that memory
-    # transfers at once.
-    limits = tuning.use(target, "column_sum")
-    groups = {columns: -(-length // columns) * outputs for columns in limits["columns"]}
-    columns = next((columns for columns in groups if groups[columns] >= target.compute_units), limits["columns"][-1])
-    lanes = min(1024, 1 << (target.max_threads.bit_length() - 1)) // columns
-    # Workgroups are small enough that all are resident, where it is known how many threads a unit holds.
-    room = target.compute_units * tuning.number(target, "column_sum.resident_threads")
-    while room and lanes > limits["fewest_lanes"] and groups[columns] * columns * lanes > room:
-        lanes //= 2
-    return columns, lanes, 1, 1, 1
+def _host_shape(dtype: str, target: Target, pairs: bool) -> dict[str, int]:
+    """Fields of `ColumnSumConfig` on a CPU."""
+    lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
+    task = {"vectors": 1, "together": 1} if pairs else tuning.use(target, "column_sum.cpu")
+    return {"columns": 1, "lanes": 1, "width": 1 if pairs else lanes, "at_once": 1, **task}
+
+
+def _shape(length: int, outputs: int, target: Target) -> dict[str, int]:
+    """Fields of `ColumnSumConfig` on a GPU: for long rows; or for short ones, with fewer columns a workgroup, so that
+    every unit has some."""
+    choices = tuning.use(target, "column_sum")
+    long: Mapping[str, int] = choices["long"]
+    choice = long if -(-length // long["columns"]) * outputs >= target.compute_units else choices["short"]
+    lanes = min(choice["lanes"], (1 << (target.max_threads.bit_length() - 1)) // choice["columns"])
+    return {"width": 1, "vectors": 1, "together": 1, **choice, "lanes": lanes}
 
 
 def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
@@ -130,7 +118,7 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
         b.launch_await()
         b.launch_next()
     cpu = target.host
-    p = Parameters(b, i64 if cpu or config.index64 else i32, dict(config.fixed))
+    p = Parameters(b, i64 if cpu or config.index64 else i32)
     work = work_type(SCALARS[config.dtype])
     length, partials = p.number("length"), p.number("partials")
     source = p.buffer("partial", work)
@@ -138,8 +126,6 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
     number = b.group_id(1)
     col = (b.group_id(0) * config.columns + column) * (config.width * config.vectors)
     step = b.cast(length, p.index)
-    known = int(dict(config.fixed).get("partials", 0))
-    one_round = 0 < known <= config.lanes * config.at_once
 
     def add_vectors(start: Value, width: int, count: int) -> list[Var]:
         """Add up this task's rows of ``count`` neighbouring vectors."""
@@ -154,15 +140,11 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
         """Add up this thread's rows of a column."""
         total = b.var(b.splat(b.const(0.0, work), 1))
         together = config.lanes * config.at_once
-        with nullcontext(lane) if one_round else b.loop(lane, partials, together, name="row") as first:
+        with b.loop(lane, partials, together, name="row") as first:
             rows = [first + i * config.lanes for i in range(config.at_once)]
-            exists = [one_round and (i + 1) * config.lanes <= known for i in range(config.at_once)]
-            places = [row if sure else b.min(row, partials - 1) for row, sure in zip(rows, exists, strict=True)]
+            places = [b.min(row, partials - 1) for row in rows]
             found = [b.load(source, start + b.cast(place, p.index) * step) for place in places]
-            values = [
-                x if sure else b.select(row < partials, x, 0.0)
-                for row, x, sure in zip(rows, found, exists, strict=True)
-            ]
+            values = [b.select(row < partials, x, 0.0) for row, x in zip(rows, found, strict=True)]
             total.value = total.value + fold(b, "add", values)
         return total
 
@@ -185,7 +167,7 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
             neighbours = b.select(inside < half, inside * 2, (inside - half) * 2 + 1)
             to = b.select(inside < half * 2, neighbours, inside)
         if config.deinterleaved:
-            to = deinterleaved_column(b, inside, length)
+            to = b.select(b.ne(p.number("deinterleaved"), 0), deinterleaved_column(b, inside, length), to)
         outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
         with b.if_(b.eq(lane, 0) & (col < length)):
             store_numbered(b, outs, number, b.cast(to, p.index), values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aule.ops.rows.classes import Use
 from aule.tile.rows.shape import ColumnReads, PrefetchTo
 
 
@@ -97,6 +98,10 @@ class Work:
         Rows are centred.
     exchanged : int
         Values reduced per row in one exchange; 0 if they need several.
+    rotates : bool
+        Pairs of columns are rotated; lengths are numbers of pairs.
+    elements : bool
+        Columns have nothing to do with each other.
     """
 
     sums: int = 0
@@ -105,6 +110,15 @@ class Work:
     written: int = 1
     centred: bool = False
     exchanged: int = 0
+    rotates: bool = False
+    elements: bool = False
+
+    @property
+    def use(self) -> Use:
+        """The classes of lengths that apply."""
+        if self.rotates or self.elements:
+            return "rotation" if self.rotates else "elements"
+        return "sums" if self.sums else "rows"
 
 
 NO_SUMS = Work()

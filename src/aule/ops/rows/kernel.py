@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, Scalar, i32, i64
+from aule.ir.types import SCALARS, Scalar, i32, i64, u32
 from aule.ops.rows.views import RowOperand
 from aule.ops.shared.parameters import Access, Parameters
 from aule.target import Target
-from aule.tile.common.matrix import divmod_const
 from aule.tile.rows.column_sums import (
     ColumnSums,
     SumPieces,
@@ -120,8 +119,8 @@ class RowKernel:
         operand = self._operands[name]
         buffer = self.p.buffer(name, SCALARS[operand.dtype], access, self.config.evict_last and access == "read")
         stride = None if operand.unit else self.p.number(f"{name}_col_stride", self.p.index)
-        aligned, stream = operand.aligned and not self.cpu, self.config.stream and access == "write"
-        return RowArray(buffer, lambda row: self.p.strided(name, *self.axes(row)), stride, aligned, stream)
+        stream = self.config.stream and access == "write"
+        return RowArray(buffer, lambda row: self.p.strided(name, *self.axes(row)), stride, operand.aligned, stream)
 
     def columns(self, name: str) -> Columns | None:
         """An operand with one number per column; None if the kernel has none of this name."""
@@ -131,7 +130,7 @@ class RowKernel:
         buffer = self.p.buffer(name, SCALARS[operand.dtype])
         stride = None if operand.unit else self.p.number(f"{name}_col_stride", self.p.index)
         start = self.p.strided(name)
-        return Columns(RowArray(buffer, lambda row: start, stride, operand.aligned and not self.cpu), start)
+        return Columns(RowArray(buffer, lambda row: start, stride, operand.aligned), start)
 
     def prefetch(self, arrays: Sequence[RowArray], most_read: RowArray) -> RowPrefetch | None:
         """Prefetch rows of some arrays, for `Rows.run`, if the shape says so; ``most_read`` is read by most passes."""
@@ -184,14 +183,20 @@ class RowKernel:
         if known is None:
             rest, found = row, []
             for i in range(self.config.axes - 1, 0, -1):
-                size = self.p.number(f"axis{i}")
-                if size.constant is not None:
-                    rest, number = divmod_const(self.b, rest, size.constant)
-                else:
-                    rest, number = rest // size, rest % size
-                found.append(number)
+                outer = self.quotient(rest, f"axis{i}")
+                found.append(rest - outer * self.p.number(f"axis{i}"))
+                rest = outer
             known = self._axes[id(row)] = (row, [rest, *reversed(found)])
         return known[1]
+
+    def quotient(self, number: Value, name: str) -> Value:
+        """A non-negative i32 divided by a scalar: by one multiplication, since GPUs have no division."""
+        b = self.b
+        if self.cpu:
+            return number // self.p.number(name)
+        word = b.cast(number, u32)
+        high = b.mulhi(word, self.p.number(f"{name}_factor", u32))
+        return b.cast((high + word) >> self.p.number(f"{name}_bits", u32), i32)
 
     def trace(
         self, body: Callable[[], None], *prefetches: BlockPrefetch, sums: Collection[ColumnSums] = ()

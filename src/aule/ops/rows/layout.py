@@ -9,6 +9,7 @@ from typing import Any
 
 from aule import tuning
 from aule.ir.types import SCALARS, f32
+from aule.ops.rows.classes import RowClass, row_class
 from aule.ops.rows.hints import NO_SUMS, RowTuning, SumTuning, Work
 from aule.ops.shared.plan import grid_of
 from aule.target import Target
@@ -39,19 +40,26 @@ def choose_rows(
     ones in GPU kernels without sums of columns."""
     if target.host:
         return _choose_cpu_rows(target, dtype, length, rows, work)
-    size = SCALARS[dtype].bytes
-    narrow = size == 2 and width % 2 == 0
+    kind = row_class(target, dtype, length, width, work.use)
+    return _choose_gpu_rows(target, dtype, kind, rows, work, hints)
+
+
+def _choose_gpu_rows(
+    target: Target, dtype: str, kind: RowClass, rows: int, work: Work, hints: RowTuning | None = None
+) -> tuple[RowShape, PassShape]:
+    size, length, width = SCALARS[dtype].bytes, kind.columns, kind.width
+    narrow = size == 2 and width > 1
     if not work.sums:
         if hints is None:
             norm = work.columns or work.written > 1
             hints = _norm_hints(target, length, rows, work, narrow) if norm else RowTuning(**tuning.use(target, "rows"))
         full = width * size == COPIED_BYTES and length * size + 2 * _RESERVED <= target.max_shared_bytes
         hints = replace(hints, in_shared=hints.in_shared and full and narrow, narrow=hints.narrow and narrow)
-        return _over_cluster(target, length, width, rows, hints)
-    summing = choose_sums(target, length, work, rows) if work.copied else usual_sums()
+        return _over_cluster(target, kind, rows, hints)
+    summing = choose_sums(target, length, work, rows, kind.exact) if work.copied else usual_sums()
     if summing.narrow and not narrow:
         summing = usual_sums()
-    shape, passes = _over_cluster(target, length, width, rows, summing)
+    shape, passes = _over_cluster(target, kind, rows, summing)
     if not summing.prefetch:
         return shape, passes
     prefetch, resident = summing.prefetch, shape.resident
@@ -66,10 +74,9 @@ def choose_rows(
         resident = min(resident, target.max_shared_bytes // (rest + 2 * block))  # with one block ahead at least
         prefetch = min(prefetch, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
     if summing.cluster_exchange and not (shape.cluster_exchange and prefetch):
-        # A cluster's threads would have unequal shares of a row, or no room.
-        return choose_rows(target, dtype, length, width, rows, replace(work, exchanged=0))
+        return _choose_gpu_rows(target, dtype, kind, rows, replace(work, exchanged=0))  # a cluster has no room
     if not prefetch:
-        return _over_threads(target, length, width, rows, usual_sums())
+        return _over_threads(target, kind, rows, usual_sums())
     shape = replace(shape, resident=resident, prefetch=prefetch, prefetch_to=summing.prefetch_to)
     combined = replace(shape, sums_cluster=summing.sums_cluster)
     return (combined if _can_combine_sums(target, dtype, rows, combined, passes, work) else shape), passes
@@ -80,16 +87,17 @@ def _can_combine_sums(target: Target, dtype: str, rows: int, shape: RowShape, pa
     size = work_type(SCALARS[dtype]).bytes
     pieces = passes.parts * passes.width * size // COPIED_BYTES
     room = (shape.prefetch + 1) * shape.batch * min(work.copied) >= size and work.sums <= len(work.copied)
-    alike = shape.slots == 1 and not passes.ragged and pieces % shape.sums_cluster == 0
+    alike = shape.slots == 1 and pieces % shape.sums_cluster == 0
     enough = rows >= shape.block * shape.resident * model.units(target)
     paired = size == 4 and shape.sums_cluster == 2 <= target.max_cluster and shape.prefetch_to == "shared"
     return paired and alike and room and enough
 
 
-def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTuning:
+def choose_sums(target: Target, length: int, work: Work, rows: int = 0, exact: bool = True) -> SumTuning:
     """The hints for kernels with sums of columns, which are gradients of norms."""
     facts = {
         "length": length,
+        "exact": exact,
         "sums": work.sums,
         "arrays": len(work.copied),
         "mixed": len(set(work.copied)) > 1,
@@ -111,7 +119,6 @@ def usual_sums() -> SumTuning:
 def _norm_facts(target: Target, length: int, work: Work, rows: int = 0, narrow: bool = False) -> dict[str, Any]:
     return {
         "length": length,
-        "power_of_two": length & (length - 1) == 0,
         "rows": rows,
         "residual": work.written > 1,
         "centred": work.centred,
@@ -141,30 +148,31 @@ def rounds_fused(target: Target, length: int, work: Work = NO_SUMS) -> bool:
     return bool(tuning.number(target, "rows.norm.fused_rounding", **_norm_facts(target, length, work)))
 
 
-def _over_threads(target: Target, length: int, width: int, rows: int, hints: RowTuning) -> tuple[RowShape, PassShape]:
-    """The layout over the threads of one workgroup."""
-    pieces, sums = -(-length // width), isinstance(hints, SumTuning)
-    best = max(8 // width, 1) * hints.parts
+def _over_threads(
+    target: Target, kind: RowClass, rows: int, hints: RowTuning, cluster: int = 1
+) -> tuple[RowShape, PassShape]:
+    """The layout over the threads of one workgroup, or of each of a cluster's."""
+    sums, width = isinstance(hints, SumTuning), kind.width
+    columns = kind.columns // cluster
     smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
     limit = 1 << (min(target.max_threads, 1024).bit_length() - 1)
     most = min(hints.widest, limit) if isinstance(hints, SumTuning) else limit
-    while most < limit and pieces * width > most * hints.most:
+    while most < limit and columns > most * hints.most:
         most *= 2
+    best = (kind.parts or max(8 // width, 1) * hints.parts) * width
     threads = 1
-    while threads < most and pieces > threads * best:
+    while threads < most and columns > threads * best:
         threads *= 2
-    if smallest < threads <= 2 * smallest and pieces * width <= hints.most * smallest and not sums:
+    if smallest < threads <= 2 * smallest and columns <= hints.most * smallest and not sums:
         threads = smallest  # no barriers
-    elif max(smallest, hints.threads // 2) < threads <= smallest * smallest:
-        # Full subgroups are enough, as long as the lanes of one can read the results of all (`RowReductions`).
-        each = max(best, -(-pieces // most))
-        threads = -(-pieces // each // smallest) * smallest
-    slots = max(min(hints.threads, most) // threads, 1)
-    parts = -(-pieces // threads)
-    passes = PassShape(width)
-    if parts * width <= hints.most:
-        ragged = pieces % threads != 0
+    parts = max(columns // (threads * width), 1)
+    if kind.held and parts * width <= hints.most:
+        ragged = kind.ragged(parts, threads * cluster)
         passes = PassShape(width, parts, ragged, columns=hints.columns, narrow=hints.narrow, reload=hints.reload)
+    else:
+        threads = min(int(tuning.number(target, "rows.stream_threads", wide=width > 1)), limit)
+        passes = PassShape(width)
+    slots = max(min(hints.threads, most) // threads, 1)
     if not isinstance(hints, SumTuning):
         in_shared = hints.in_shared and passes.parts > 0
         return RowShape(threads, slots, exact=rows % slots == 0, registers=hints.registers, in_shared=in_shared), passes
@@ -176,19 +184,19 @@ def _over_threads(target: Target, length: int, width: int, rows: int, hints: Row
     return replace(shape, registers=hints.registers), passes
 
 
-def _over_cluster(target: Target, length: int, width: int, rows: int, hints: RowTuning) -> tuple[RowShape, PassShape]:
-    """The layout over a cluster of workgroups, if each gets an equal share of a row; else over one workgroup."""
+def _over_cluster(target: Target, kind: RowClass, rows: int, hints: RowTuning) -> tuple[RowShape, PassShape]:
+    """The layout over a cluster of workgroups, if they are large enough; else over one workgroup."""
     cluster, most = hints.cluster, target.subgroup_size * target.subgroup_size
     cluster_exchange = hints.cluster_exchange if isinstance(hints, SumTuning) else 0
-    if 1 < cluster <= target.max_cluster and length % (width * cluster) == 0:
-        shape, passes = _over_threads(target, length // cluster, width, rows, hints)
+    if 1 < cluster <= target.max_cluster and kind.held:
+        shape, passes = _over_threads(target, kind, rows, hints, cluster)
         most //= cluster * max(cluster_exchange, 1)  # each lane receives one value of one subgroup
-        even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most
-        if even and (cluster_exchange or shape.slots == 1) and passes.parts and not passes.ragged:
+        fits = target.subgroup_size <= shape.threads <= most
+        if fits and (cluster_exchange or shape.slots == 1) and passes.parts:
             return replace(shape, cluster=cluster, cluster_exchange=cluster_exchange), passes
     if cluster > 1:
         hints = replace(hints, registers=0)  # the limit is for a cluster's shorter share of a row
-    return _over_threads(target, length, width, rows, hints)
+    return _over_threads(target, kind, rows, hints)
 
 
 def _shared_bytes(target: Target, dtype: str, shape: RowShape, passes: PassShape, work: Work) -> tuple[int, int]:
@@ -213,10 +221,15 @@ def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: W
     # Sums of 16-bit numbers are twice as wide as the rows.
     most = 0 if sums and elem.bytes < f32.bytes else limits["row_bytes"][sums]
     batch = limits["batch"] if (sums or work.columns) and length * elem.bytes > most else 1
-    scratch = next((n for n in limits["scratch"] if length <= n), 0)
+    width = min(lanes, 1 << (length.bit_length() - 1))  # a row has at least one vector
     unroll = tuning.use(target, "rows.cpu.unroll")["one_row" if batch == 1 else "batch"]
-    passes = PassShape(lanes, rest=length % lanes, unroll=unroll, scratch=scratch)
+    passes = PassShape(width, tail=width > 1, unroll=unroll)
     return RowShape(batch=batch, loops=True, exact=rows % batch == 0), passes
+
+
+def scratch_columns(target: Target, length: int) -> int:
+    """Columns of a row for which a CPU's thread has scratch memory; 0 if that would be too much."""
+    return next((n for n in tuning.use(target, "rows.cpu")["scratch"] if length <= n), 0) if target.host else 0
 
 
 def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, int, int]:
@@ -241,13 +254,6 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         least, of = tuning.number(target, "rows.even_groups")
         groups = even if of * even >= least * groups else groups
     return (min(blocks, groups) * shape.cluster, 1, 1)
-
-
-def has_common_grid(target: Target, shape: RowShape, rows: int, grid: tuple[int, int, int]) -> bool:
-    """Whether a kernel that loops has about as many workgroups as for other numbers of rows, since rows do not run out
-    first, and the kernel that adds up their sums is faster with that number compiled in."""
-    known: bool = tuning.number(target, "rows.sums.common_grid")
-    return known and -(-rows // shape.block) > grid[0] // shape.cluster
 
 
 def specialises(target: Target, length: int, work: Work) -> bool:
@@ -289,9 +295,9 @@ def streams(views: Mapping[str, TensorView], target: Target) -> bool:
     return fills and all(view.itemsize >= f32.bytes for view in views.values())
 
 
-def evicts_last(views: Mapping[str, TensorView], target: Target, work: Work) -> bool:
-    """Whether rows that are read are evicted last from the second-level cache: if arrays are too large for results to
-    stay there for the next kernel. Memory is faster then; cause unknown."""
+def evicts_last(views: Mapping[str, TensorView], target: Target, work: Work, width: int) -> bool:
+    """Whether rows that are read, ``width`` columns at a time, are evicted last from the second-level cache: if arrays
+    are too large for results to stay there for the next kernel. Memory is faster then; cause unknown."""
     least: int = tuning.number(target, "rows.evict_last_bytes", residual=work.written > 1)
     moved = sum(math.prod(view.shape) * view.itemsize for view in views.values())
-    return 0 < least <= moved
+    return 0 < least <= moved and width > 1

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from aule.target import Target
 from aule.view import TensorView
 
 
@@ -32,7 +33,9 @@ class RowLayout:
     @property
     def scalars(self) -> dict[str, int | float]:
         numbers: dict[str, int | float] = {"rows": math.prod(self.sizes)}
-        numbers |= {f"axis{i}": n for i, n in enumerate(self.sizes) if i}
+        for i, n in enumerate(self.sizes[1:], 1):
+            numbers[f"axis{i}"] = n
+            numbers[f"axis{i}_factor"], numbers[f"axis{i}_bits"] = divisor(n)
         for name, strides in self.strides.items():
             numbers |= {f"{name}_stride{i}": stride for i, stride in enumerate(strides)}
         return numbers
@@ -61,6 +64,12 @@ def lay_out(shape: tuple[int, ...], strides: Mapping[str, Sequence[int]]) -> Row
 def row_layout(shape: tuple[int, ...], views: Mapping[str, TensorView]) -> RowLayout:
     """The layout of the rows of arrays of one shape."""
     return lay_out(shape[:-1], {name: view.strides[:-1] for name, view in views.items()})
+
+
+def divisor(n: int) -> tuple[int, int]:
+    """Factor and bits by which non-negative 32-bit numbers are divided by ``n`` (`RowKernel.quotient`)."""
+    bits = (n - 1).bit_length()
+    return ((1 << 32) * ((1 << bits) - n)) // n + 1, bits
 
 
 def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
@@ -110,14 +119,15 @@ def common_width(views: Collection[TensorView]) -> int:
 
 
 def row_operands(
-    views: Mapping[str, TensorView], width: int, columns: int | None = None
+    views: Mapping[str, TensorView], width: int, target: Target, columns: int | None = None
 ) -> tuple[tuple[str, RowOperand], ...]:
-    """Views as operands of a kernel with parts of ``width`` columns, by name: for `RowConfig.operands`."""
+    """Views as operands of a kernel with parts of ``width`` columns, by name: for `RowConfig.operands`. On CPUs vectors
+    need no alignment."""
     operands = []
     for name, view in views.items():
         # Wider elements are loaded in pieces of 16 bytes; only the start of each matters.
         piece = min(width, 16 // view.itemsize)
-        aligned = view_width(view, columns) >= piece and width % piece == 0
+        aligned = not target.host and view_width(view, columns) >= piece and width % piece == 0
         unit = view.strides[-1] == 1 or view.shape[-1] == 1
         operands.append((name, RowOperand("u8" if view.dtype == "bool" else view.dtype, aligned, unit)))
     return tuple(operands)

@@ -82,7 +82,8 @@ class _Kernel:
             self.row = rows.per_row(lambda number: number % per_head)
             self.head = rows.per_row(lambda number: number // per_head)
         else:
-            self.head = rows.per_row(self._head)
+            # The draw waits for it; gradients draw later, and are faster with a plain division.
+            self.head = rows.per_row(lambda number: k.quotient(number, "seq"))
             self.row = self.head.map(lambda head, number: number - head * per_head, PerRow(rows.numbers))
         if self.seed is not None:
             self.dropout = Dropout(b, k.p.number("dropout_limit", u32), self.seed, k.p.number("seed_offset", k.p.index))
@@ -98,14 +99,6 @@ class _Kernel:
         source = self.k.rows.source(array)
         self.passes.preload(source)
         return source
-
-    def _head(self, row: Value) -> Value:
-        """The head of a row, divided by one multiplication: GPUs have no division, and forward the draw waits for it.
-        Gradients draw later and are faster with a plain division."""
-        k, b = self.k, self.k.b
-        number = b.cast(row, u32)
-        high = b.mulhi(number, k.p.number("seq_factor", u32))
-        return b.cast((high + number) >> k.p.number("seq_bits", u32), i32)
 
     def _fetch_later_row(self) -> None:
         """Fetch this thread's share, less than a cache line, of the row ``later`` rows on: memory stays busy while this
@@ -273,7 +266,6 @@ class _Kernel:
 
 def _draw(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Value:
     """Whether each column of a part is kept."""
-    b = dropout.b
     if p.group is not None and p.group[0].count == VECTORS and width > 1:
         # A vector of counters serves four vectors of columns.
         group, number = p.group
@@ -281,11 +273,31 @@ def _draw(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Val
             group.cache["kept"] = dropout.kept_vectors(head, row, group.col, width)
         kept: Value = group.cache["kept"][number]
         return kept
+    if p.shift is not None:
+        return _draw_shifted(dropout, p, p.shift, head, row, width)
+    return _draw_columns(dropout, p.col, head, row, width)
+
+
+def _draw_columns(dropout: Dropout, col: Value, head: Value, row: Value, width: int) -> Value:
+    """Whether the columns from ``col`` on, a multiple of ``width``, are kept."""
+    b = dropout.b
     if width < OCTET:
-        return b.vector(dropout.strip_halves(head, row, p.col, width)) >= dropout.limit
-    octet = p.col >> 3
+        return b.vector(dropout.strip_halves(head, row, col, width)) >= dropout.limit
+    octet = col >> 3
     places = [octet + i if i else octet for i in range(width // OCTET)]
     return dropout.kept([word for place in places for word in dropout.words(head, row, place)])
+
+
+def _draw_shifted(dropout: Dropout, p: Part, shift: Value, head: Value, row: Value, width: int) -> Value:
+    """Whether the last columns of a row are kept, which begin ``shift`` columns before a multiple of ``width``."""
+    b = dropout.b
+    memory = b.private("kept", i32, 2 * width)
+    full = p.col + b.cast(shift, element(p.col.type))
+    for i in range(2):
+        kept = _draw_columns(dropout, full - (width - i * width), head, row, width)
+        flags = b.select(kept, b.splat(b.const(1, i32), width), b.splat(b.const(0, i32), width))
+        b.store(memory, i * width, flags, align=1)
+    return b.ne(b.load(memory, width - shift, width, align=1), 0)
 
 
 def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aule import tuning
 from aule.ir.types import SCALARS
 from aule.ops.rows.checks import has_statistics
+from aule.ops.rows.classes import row_class
 from aule.ops.rows.hints import NO_SUMS, RowTuning
-from aule.ops.rows.layout import choose_rows, evicts_last, overlaps_launch, row_grid, streams
-from aule.ops.rows.views import RowOperand, needs_index64, row_layout, row_operands, view_scalars, view_width
+from aule.ops.rows.layout import choose_rows, evicts_last, overlaps_launch, row_grid, scratch_columns, streams
+from aule.ops.rows.views import (
+    RowOperand,
+    divisor,
+    needs_index64,
+    row_layout,
+    row_operands,
+    view_scalars,
+    view_width,
+)
 from aule.ops.shared.plan import Plan, Step
 from aule.ops.softmax.dropout import OCTET, keep_scale, threshold
 from aule.ops.softmax_dropout.kernels import (
@@ -43,12 +52,12 @@ class _Choice:
     small: bool = False
 
 
-def _choose(problem: SoftmaxProblem, backward: bool, statistics: bool, target: Target) -> _Choice:
-    """The choice for rows of 16-bit elements."""
+def _choose(problem: SoftmaxProblem, columns: int, backward: bool, statistics: bool, target: Target) -> _Choice:
+    """The choice for rows of 16-bit elements, of a class with so many columns."""
     facts = {
         "backward": backward,
         "statistics": statistics,
-        "length": problem.length,
+        "length": columns,
         "drops": problem.dropout_p > 0.0,
         "cluster": target.max_cluster,
     }
@@ -79,12 +88,14 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     layout = row_layout(problem.shape, arrays)
     width = min(view_width(view) for view in rows.values())
     narrow = SCALARS[problem.dtype].bytes == 2
-    choice = _choose(problem, backward, statistics, target) if narrow else _Choice(one_exchange=backward)
+    columns = row_class(target, problem.dtype, problem.length, width).columns
+    choice = _choose(problem, columns, backward, statistics, target) if narrow else _Choice(one_exchange=backward)
     shape, passes = choose_rows(target, problem.dtype, problem.length, width, problem.rows, NO_SUMS, choice.hints)
+    passes = replace(passes, scratch=scratch_columns(target, problem.length))
     folded = problem.scale > 0 and problem.mask in (None, "bool")
     plain = folded and problem.mask is None and not problem.causal
     draws = problem.dropout_p > 0.0 and "weights" not in views
-    operands = row_operands(arrays, passes.width)
+    operands = row_operands(arrays, passes.width, target)
     if statistics:
         operands = (*operands, ("statistics", RowOperand(problem.work)))
     config = SoftmaxConfig(
@@ -105,7 +116,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         index64=needs_index64(arrays.values()),
         operands=operands,
         stream=streams(rows, target),
-        evict_last=backward and evicts_last(rows, target, NO_SUMS),
+        evict_last=backward and evicts_last(rows, target, NO_SUMS, passes.width),
         awaits=choice.awaits and overlaps_launch(target, shape),
     )
     # Fetched rows are those of the next wave of workgroups: nearer ones would arrive too late, further ones would be
@@ -120,7 +131,7 @@ def _scalars(problem: SoftmaxProblem, folded: bool) -> dict[str, int | float]:
     factor = problem.scale * LOG2E if folded else LOG2E
     work = work_type(SCALARS[problem.dtype])
     reach = -lowest(work) / max(factor, 2.0) / 2
-    bits = (problem.head_rows - 1).bit_length()
+    factor_of_rows, bits = divisor(problem.head_rows)
     return {
         "length": problem.length,
         "seq": problem.head_rows,
@@ -131,7 +142,7 @@ def _scalars(problem: SoftmaxProblem, folded: bool) -> dict[str, int | float]:
         "near": min(_ROUNDED * 2.0 ** (53 if work.bits == 64 else 24) / factor, reach) if factor > 0.0 else reach,
         "reach": reach,
         "shift": problem.length - problem.head_rows,
-        "seq_factor": ((1 << 32) * ((1 << bits) - problem.head_rows)) // problem.head_rows + 1,
+        "seq_factor": factor_of_rows,
         "seq_bits": bits,
         "dropout_limit": threshold(problem.dropout_p),
         "keep_scale": keep_scale(problem.dropout_p),

@@ -56,7 +56,8 @@ class ColumnSums:
             return value if exists is None else b.select(exists, value, self.zero)
 
         values = []
-        for exists, term in zip(rows.exists, terms, strict=True):
+        for part, exists, given in zip(parts, rows.exists, terms, strict=True):
+            term = given if number is not None else part.masked_term(given, 0.0)
             if isinstance(term, Product):
                 total = b.fma(counted(exists, term.x), counted(exists, term.y), total)
             else:
@@ -105,7 +106,7 @@ class ColumnSums:
 
     def _store(self, part: Part, value: Value) -> None:
         if self.layout == "in_order":
-            self.passes.store_run(self.array, self.start, part.col, value, part.count)
+            self.passes.store_run(self.array, self.start, part.col, value)
             return
         b, values, buffer = self.passes.rows.b, self.passes.rows.b.unpack(value), self.array.buffer
         index = element(self.start.type)
@@ -160,8 +161,8 @@ def store_numbered(b: Builder, outs: Sequence[Value], number: Value, at: Value, 
 
 
 def has_pieces(passes: Passes) -> bool:
-    """Whether sums in registers are `SumPieces`: full pieces, none past a row's end."""
-    return passes.rows.work.bytes == 4 and passes.shape.width % _PIECE == 0 and not passes.shape.ragged
+    """Whether sums in registers are `SumPieces`."""
+    return passes.rows.work.bytes == 4 and passes.shape.width % _PIECE == 0
 
 
 class SumPieces:
@@ -204,7 +205,8 @@ class SumPieces:
 
     def store(self, total: ColumnSums, column: Value, value: Value) -> None:
         at = total.start + self.b.cast(column, element(total.start.type))
-        self.b.store(total.array.buffer, at, value, align=_PIECE)
+        with self.b.if_(column < self.passes.length) if self.passes.shape.ragged else nullcontext():
+            self.b.store(total.array.buffer, at, value, align=_PIECE)
 
 
 def store_slot_sums(pieces: SumPieces) -> None:

@@ -46,28 +46,19 @@ class Pairs:
             return
         b, width, array = self.passes.rows.b, self.passes.shape.width, self.what.array
         with self.passes.where_exists(p):
-            for half, count in enumerate(self._counts(p)):
+            for half in range(2):
                 at = range(half * width, half * width + width)
                 lanes = tuple(i // 2 + (width if i % 2 else 0) for i in at)
                 value = (first, second)[half] if width == 1 else b.permute(first, second, lanes)
-                if count:
-                    self.passes.store_run(array, self.what.starts[p.row], p.col * 2 + half * width, value, count)
-
-    def _counts(self, p: Part) -> tuple[int, int]:
-        """Columns that exist in each half of a part's interleaved pairs."""
-        first = min(2 * p.count, self.passes.shape.width)
-        return first, 2 * p.count - first
+                self.passes.store_run(array, self.what.starts[p.row], p.col * 2 + half * width, value)
 
     def _run(self, p: Part, half: int) -> Value:
         """Half of the columns of a part's interleaved pairs."""
         what, passes = self.what, self.passes
         start = what.start if isinstance(what, Columns) else what.starts[p.row]
-        count = self._counts(p)[half]
         b = passes.rows.b
-        if not count:
-            return b.splat(b.const(0.0, passes.rows.work), passes.shape.width)
         col = passes.existing_column(p) * 2 + half * passes.shape.width
-        return b.cast(passes.load_run(what.array, start, col, count), passes.rows.work)
+        return b.cast(passes.load_run(what.array, start, col), passes.rows.work)
 
     def _lanes(self, p: Part, low: Derived, high: Derived, which: int) -> Value:
         """The first or the second columns of a part's interleaved pairs."""

@@ -109,19 +109,25 @@ class Part:
     number : int or None
         Which of the thread's parts, if rows are in registers.
     inside : Value or None
-        Which columns exist; None if all do.
-    count : int
-        Columns that exist, if known.
+        Which columns exist, and were not visited before; None if all.
+    shift : Value or None
+        Of the last part of a row that is not in registers (`PassShape.tail`): so many columns were visited before.
     group : (PartGroup, int) or None
         The group of consecutive parts it is visited with, and its place there.
     """
 
     def __init__(
-        self, passes: Passes, row: int, col: Value, number: int | None, inside: Value | None, count: int
+        self,
+        passes: Passes,
+        row: int,
+        col: Value,
+        number: int | None,
+        inside: Value | None,
+        shift: Value | None = None,
     ) -> None:
         self.passes, self.row, self.col = passes, row, col
         self.group: tuple[PartGroup, int] | None = None
-        self.number, self.inside, self.count = number, inside, count
+        self.number, self.inside, self.shift = number, inside, shift
         self.cache: dict[Derived, Value] = {}
         """Values derived in this pass."""
 
@@ -147,7 +153,7 @@ class Part:
     def store(self, to: Source, value: Value) -> None:
         """Store a value, rounded to the array's type, where the row and the columns exist."""
         with self.passes.where_exists(self):
-            self.passes.store_run(to.array, to.starts[self.row], self.col, value, self.count)
+            self.passes.store_run(to.array, to.starts[self.row], self.col, value)
 
     def masked(self, value: Value, otherwise: float) -> Value:
         """The value, with ``otherwise`` in lanes past the row's end."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from aule.ir import Value
 from aule.ir.types import Vector, element, i32, u32
 from aule.tile.common.math import LOG2E, fold, lowest
-from aule.tile.common.matrix import binary_runs
 from aule.tile.rows.engine import Rows
 from aule.tile.rows.parts import Columns, Derived, Part, PartGroup, PerRow, Product, RowArray, Source, Term
 from aule.tile.rows.prefetch import RowPrefetch
@@ -132,7 +131,7 @@ class Passes:
         def add(parts: list[Part], place: int) -> None:
             for part in parts:
                 total = totals[part.row][place]
-                left, right = (b.bitcast(part.raw(source), pairs) for source in (x, y))
+                left, right = (b.bitcast(part.masked(part.raw(source), 0.0), pairs) for source in (x, y))
                 total.value = b.dot_pairs(left, right, total.value)
 
         self.walk(add)
@@ -223,7 +222,8 @@ class Passes:
             return
         step = self.rows.shape.threads * shape.width
         start = self.lane * shape.width
-        full = self.length - shape.rest if shape.rest else self.length
+        rest = self.length & (shape.width - 1) if shape.tail else None
+        full = self.length if rest is None else self.length - rest
         if shape.unroll > 1:
             # The same number of rounds for all threads, even if some could make one more: a driver takes the end of
             # one thread's loop for that of all.
@@ -231,28 +231,33 @@ class Passes:
             rounds = full // far * far
             with b.loop(start, rounds, far, name="col") as col:
                 groups = [PartGroup(col, shape.unroll) for _ in range(self.rows.shape.batch)]
-                places = [self._parts(col + i * step, None, None, shape.width) for i in range(shape.unroll)]
+                places = [self._parts(col + i * step) for i in range(shape.unroll)]
                 for i, parts in enumerate(places):
                     for part, group in zip(parts, groups, strict=True):
                         part.group = (group, i) if self.rows.shape.threads == 1 else None
                 visit(places)
             start = start + rounds
         with b.loop(start, full, step, name="col") as col:
-            visit([self._parts(col, None, None, shape.width)])
-        if shape.rest:
-            inside = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.rest
-            visit([self._parts(full, None, inside, shape.rest)])
+            visit([self._parts(col)])
+        if rest is not None:
+            with b.if_(rest > 0):
+                # Moved back to the row's end: its first columns are visited twice, but count once.
+                shift = b.cast(shape.width - rest, i32)
+                inside = b.vector([b.const(i, i32) for i in range(shape.width)]) >= shift
+                visit([self._parts(self.length - shape.width, inside=inside, shift=shift)])
 
     def register_parts(self, number: int) -> list[Part]:
         """The part with this number of each row in registers."""
         shape = self.shape
         threads = self.rows.shape.threads * self.rows.shape.cluster
         col = (self.lane + number * threads) * shape.width
-        inside = col < self.length if shape.ragged and number == shape.parts - 1 else None
-        return self._parts(col, number, inside, shape.width)
+        inside = col < self.length if number >= shape.parts - shape.ragged else None
+        return self._parts(col, number, inside)
 
-    def _parts(self, col: Value, number: int | None, inside: Value | None, count: int) -> list[Part]:
-        return [Part(self, row, col, number, inside, count) for row in range(self.rows.shape.batch)]
+    def _parts(
+        self, col: Value, number: int | None = None, inside: Value | None = None, shift: Value | None = None
+    ) -> list[Part]:
+        return [Part(self, row, col, number, inside, shift) for row in range(self.rows.shape.batch)]
 
     # -- values of a part ----------------------------------------------------------------------------------------------
 
@@ -353,7 +358,7 @@ class Passes:
 
     def load(self, part: Part, array: RowArray, start: Value) -> Value:
         """Elements of the row that begins at ``start``."""
-        return self.load_run(array, start, self.existing_column(part), part.count)
+        return self.load_run(array, start, self.existing_column(part))
 
     def existing_column(self, part: Part) -> Value:
         """A part's first column, or one that exists if the part is past the end; its values are masked later."""
@@ -361,20 +366,14 @@ class Passes:
             return part.col
         return self.rows.b.min(part.col, self.length - self.shape.width)
 
-    def load_run(self, array: RowArray, start: Value, col: Value, count: int) -> Value:
-        """``count`` columns from ``col`` on, as a vector of a part's width padded with zeros."""
+    def load_run(self, array: RowArray, start: Value, col: Value) -> Value:
+        """As many columns from ``col`` on as a part has."""
         b, width = self.rows.b, self.shape.width
         index = element(start.type)
-        if count == width and array.stride is None:
+        if array.stride is None:
             return b.load(array.buffer, start + b.cast(col, index), width, align=self._alignment(array))
-        if array.stride is not None:
-            values = [b.load(array.buffer, start + b.cast(col + i, index) * array.stride) for i in range(count)]
-        else:
-            values = []
-            for i, run in binary_runs(count):
-                values += b.unpack(b.load(array.buffer, start + b.cast(col + i, index), run, align=1))
-        zeros = [b.const(0, element(array.buffer.type))] * (width - count)
-        return b.vector([*values, *zeros])
+        places = [start + b.cast(col + i, index) * array.stride for i in range(width)]
+        return b.vector([b.load(array.buffer, place) for place in places])
 
     def _alignment(self, array: RowArray) -> int:
         """Elements by which a part is aligned: at most 16 bytes, which is all that memory guarantees."""
@@ -392,18 +391,13 @@ class Passes:
             with self.rows.b.if_(exists):
                 yield
 
-    def store_run(self, array: RowArray, start: Value, col: Value, value: Value, count: int) -> None:
-        """Store the first ``count`` lanes of a vector in the columns from ``col`` on."""
+    def store_run(self, array: RowArray, start: Value, col: Value, value: Value) -> None:
+        """Store a vector in the columns from ``col`` on."""
         b = self.rows.b
         index, value = element(start.type), b.cast(value, element(array.buffer.type))
         if array.stride is not None:
-            for i, x in enumerate(b.unpack(value)[:count]):
+            for i, x in enumerate(b.unpack(value)):
                 b.store(array.buffer, start + b.cast(col + i, index) * array.stride, x)
             return
-        if count == self.shape.width:
-            store = b.store_streaming if array.stream else b.store
-            store(array.buffer, start + b.cast(col, index), value, align=self._alignment(array))
-            return
-        for i, run in binary_runs(count):
-            piece = b.permute(value, None, tuple(range(i, i + run)))
-            b.store(array.buffer, start + b.cast(col + i, index), piece, align=1)
+        store = b.store_streaming if array.stream else b.store
+        store(array.buffer, start + b.cast(col, index), value, align=self._alignment(array))

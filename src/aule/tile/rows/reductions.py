@@ -115,29 +115,40 @@ class RowReductions:
         even = self.shape.cluster == 1 and threads & (threads - 1) == 0
         return even and 1 < self.lanes <= threads <= self.lanes * self.lanes
 
-    def merge_moments(self, mean: PerRow, squares: PerRow, count: int) -> tuple[PerRow, PerRow]:
+    def merge_moments(self, mean: PerRow, squares: PerRow, count: int | Value) -> tuple[PerRow, PerRow]:
         """Mean and squared deviations of each row, from those of the ``count`` columns of each thread, in one exchange.
 
-        Deviations are from the mean of what is merged, so a large mean costs no digits.
+        Deviations are from the mean of what is merged, or one of the merged means, so a large mean costs no digits. If
+        threads have different numbers of columns, ``count`` is a value of the type computed in; a thread with none has
+        no deviations.
         """
         b, lanes, subgroups = self.b, self.lanes, self.subgroups
         pairs = list(zip(mean.values, squares.values, strict=True))
-        pairs = [self._merge_lanes(pair, count, lanes) for pair in pairs]
+        rows: list[tuple[Value, ...]]
+        if isinstance(count, Value):
+            first = b.lane_id() & -lanes
+            rows = [self._merge_weighted(x, y, count, b.shuffle(x, first), lanes) for x, y in pairs]
+        else:
+            rows = [self._merge_lanes(pair, count, lanes) for pair in pairs]
         if subgroups > 1:
-            values = [x for pair in pairs for x in pair]
-            size = len(values) * subgroups
+            values = [x for row in rows for x in row]
             number, lane = divmod_const(b, self.lane, lanes)
-            scratch, mine = self._exchange_memory("moments", size)
+            scratch, mine = self._exchange_memory("moments", len(values) * subgroups)
             with b.if_(b.eq(lane, 0)):
                 for i, x in enumerate(values):
                     b.store(scratch, mine + i * subgroups + number, x)
             b.barrier()
             place = lane & (subgroups - 1)
-            values = [b.load(scratch, mine + i * subgroups + place) for i in range(len(values))]
-            pairs = list(zip(values[::2], values[1::2], strict=True))
-            pairs = [self._merge_lanes(pair, count * lanes, subgroups) for pair in pairs]
-        means, sums = zip(*pairs, strict=True)
-        return PerRow(means), PerRow(sums)
+            found = [b.load(scratch, mine + i * subgroups + place) for i in range(len(values))]
+            each = len(values) // len(rows)
+            merged = [found[i : i + each] for i in range(0, len(values), each)]
+            if isinstance(count, Value):
+                firsts = [b.load(scratch, mine + i * subgroups) for i in range(0, len(values), each)]
+                triples = zip(merged, firsts, strict=True)
+                rows = [self._merge_weighted(x, y, n, first, subgroups) for (x, y, n), first in triples]
+            else:
+                rows = [self._merge_lanes((x, y), count * lanes, subgroups) for x, y in merged]
+        return PerRow(tuple(row[0] for row in rows)), PerRow(tuple(row[1] for row in rows))
 
     def _merge_lanes(self, pair: tuple[Value, Value], count: int, lanes: int) -> tuple[Value, Value]:
         """Merge mean and squared deviations over ``lanes`` lanes with ``count`` columns each."""
@@ -148,6 +159,19 @@ class RowReductions:
             mean, squares = (mean + other) * 0.5, b.fma(difference * (0.5 * count), difference, squares + more)
             mask, count = mask * 2, count * 2
         return mean, squares
+
+    def _merge_weighted(
+        self, mean: Value, squares: Value, count: Value, near: Value, lanes: int
+    ) -> tuple[Value, Value, Value]:
+        """Merge mean and squared deviations over lanes with any number of columns each, by sums of differences
+        from ``near``, one of the means; and their number of columns."""
+        b = self.b
+        difference = mean - near
+        weighted = difference * count
+        moved = b.fma(weighted, difference, squares)
+        first, second, total = self._reduce_lanes("add", [weighted, moved, count], lanes)
+        share = first * b.rcp(b.max(total, 1.0))
+        return near + share, b.max(second - first * share, 0.0), total
 
     # -- subgroups of a row --------------------------------------------------------------------------------------------
 

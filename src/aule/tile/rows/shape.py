@@ -16,8 +16,7 @@ class RowShape:
     Attributes
     ----------
     threads : int
-        Threads that share a row: a power of two; or, if a workgroup has one row, a multiple of the subgroup size with
-        at most as many subgroups as a subgroup has lanes. 1 on a CPU.
+        Threads that share a row, a power of two; 1 on a CPU.
     slots : int
         Rows side by side in a workgroup.
     batch : int
@@ -86,10 +85,11 @@ class PassShape:
         Neighbouring columns of a part, loaded together.
     parts : int
         Parts that a thread keeps in registers; 0 if each pass reads memory again.
-    ragged : bool
-        With rows in registers: the last part of some threads is past the row's end.
-    rest : int
-        Without: columns after the last full part.
+    ragged : int
+        With rows in registers: so many of a thread's last parts may be past the row's end.
+    tail : bool
+        Without: columns may follow the last full part. They are visited as the last ``width`` columns of the row, so a
+        row has at least that many.
     unroll : int
         Parts that a pass takes together: without rows in registers, their loads overlap.
     scratch : int
@@ -109,8 +109,8 @@ class PassShape:
 
     width: int
     parts: int = 0
-    ragged: bool = False
-    rest: int = 0
+    ragged: int = 0
+    tail: bool = False
     unroll: int = 4
     scratch: int = 0
     columns: ColumnReads = "row_start"
