@@ -7,20 +7,18 @@ from dataclasses import replace
 import fused_cases
 import numpy as np
 import pytest
+from interpreted_rows import judged, run
 from tuned import replace_records
 
 from aule.codegen import TARGETS as GENERIC
-from aule.engine.memory import STORED, host_view
+from aule.engine.memory import host_view
 from aule.engine.row_ops import result_views
-from aule.ir.interpret import interpret
-from aule.ir.verify import verify
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.norm import plan as norm_plan
 from aule.ops.rows import layout as row_shapes
 from aule.ops.rows.column_sum import ColumnSumConfig
 from aule.ops.rows.hints import RowTuning, SumTuning
 from aule.ops.shared.elements import stored
-from aule.ops.shared.spec import Call, OpSpec
 from aule.ops.softmax_dropout import plan as softmax_plan
 from aule.target import Target
 from aule.tile.rows.shape import PassShape
@@ -32,51 +30,6 @@ TARGETS = {
     "avx512": Target("cpu", arch="x86_64", extensions=("avx2", "avx512f", "fma"), compute_units=2),
     "baseline": Target("cpu", arch="x86_64", compute_units=2),
 }
-
-
-def run(spec: OpSpec, call: Call, target: Target) -> dict[str, np.ndarray]:
-    """The outputs of a call, whose arrays are brought to contiguous memory as devices get them."""
-    results = {name: np.zeros(out.shape, STORED[out.dtype]) for name, out in call.outputs.items()}
-    views = {}
-    for name, view in call.views.items():
-        used = tuple(slice(None) if stride else slice(0, 1) for stride in view.strides)
-        packed = np.ascontiguousarray(view.storage[used])
-        steps = zip(host_view("f32", packed).strides, view.strides, strict=True)
-        views[name] = replace(view, storage=packed, strides=tuple(p if s else 0 for p, s in steps))
-    views |= {name: host_view(call.outputs[name].dtype, array) for name, array in results.items()}
-    plan = spec.plan(call.problem, views, target)
-    work = np.float64 if call.problem.dtype == "f64" else np.float32
-    memory = {name: view.storage.reshape(-1) for name, view in views.items()}
-    memory |= {name: np.full(count, np.nan, work) for name, count in plan.workspace.items()}
-    scratch = {name: np.zeros(words, np.int32) for name, words in plan.scratch.items()}
-    memory |= scratch
-    for step in plan.steps:
-        kernel = step.build(step.config, target)
-        verify(kernel)
-        values = dict(step.scalars)
-        for name, array in memory.items():
-            kinds = {np.dtype(bool): np.uint8, np.dtype(np.int64): np.int32}
-            values[f"{name}_ptr"] = array.view(kinds.get(array.dtype, array.dtype))
-        for p in kernel.params:
-            if p.name.removesuffix("_ptr") in plan.workspace and p.dtype == "u32":  # floats of other sizes
-                values[p.name] = values[p.name].view(np.uint32)
-        interpret(kernel, step.grid, [values[p.name] for p in kernel.params])
-    assert not any(words.any() for words in scratch.values())
-    return results
-
-
-def judged(case: fused_cases.Case, target: Target) -> list[tuple[OpSpec, Call]]:
-    """An op and its gradient with their calls, after both have been found right."""
-    spec = CATALOGUE[case.op]
-    arrays = fused_cases.operands(case)
-    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
-    found = run(spec, call, target)
-    fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
-    assert spec.gradient is not None
-    backward = fused_cases.gradient_call(spec, arrays, call, found, case)
-    expected = fused_cases.right(spec.gradient, backward)
-    fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
-    return [(spec, call), (spec.gradient, backward)]
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
@@ -127,18 +80,13 @@ NVIDIA = replace(GENERIC["spirv"], compute_units=2, subgroup_size=32, max_thread
 
 @pytest.mark.parametrize(
     "case",
-    [
-        fused_cases.Case("rms_norm", (5, 512), "bf16"),
-        fused_cases.Case("residual_layer_norm", (3, 2, 1024), "bf16"),
-        fused_cases.Case("rms_norm_rope", (1, 6, 5, 64), "bf16", {"interleaved": False}, layout="heads", pairs=32),
-        fused_cases.Case("rope", (1, 4, 9, 64), "bf16", {"interleaved": False}, layout="heads", pairs=32),
-    ],
+    [fused_cases.Case("rms_norm", (5, 1024), "bf16"), fused_cases.Case("residual_layer_norm", (3, 2, 1024), "bf16")],
     ids=str,
 )
 @pytest.mark.parametrize("backend", ["vulkan", "cuda"])
 def test_kernels_know_what_all_calls_have(case: fused_cases.Case, backend: str) -> None:
-    """On NVIDIA's GPUs kernels read no lengths and strides of rows without gaps, however many rows there are; of others
-    they do. Through CUDA RMSNorm does in any case."""
+    """On NVIDIA's GPUs kernels of some lengths read no lengths and strides of rows without gaps, however many rows
+    there are; of others they do. Through CUDA RMSNorm does in any case."""
     target = {"vulkan": NVIDIA, "cuda": TARGETS["subgroups"]}[backend]
     more = replace(case, shape=(*case.shape[:-2], 3 * case.shape[-2], case.shape[-1]))
     gaps = replace(case, layout="rows") if case.layout == "" else replace(case, layout="")
@@ -273,27 +221,20 @@ def test_how_partial_sums_lie(op: str, columns: int, dtype: str, monkeypatch: py
         np.testing.assert_array_equal(array, found["deinterleaved"][name])
 
 
-@pytest.mark.parametrize(("units", "lanes"), [(5, 32), (5, 4), (24, 4)])
-def test_sums_of_columns_that_know_how_many_there_are(units: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of workgroups is compiled in if it is what the GPU holds at a time, also if the last threads have
-    fewer rows, or all loop. A smaller number is a parameter, so that not every number needs a kernel."""
+@pytest.mark.parametrize(("units", "lanes"), [(5, 8), (5, 2), (24, 4)])
+def test_sums_of_columns(units: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many partial sums there are: fewer than threads, as many as one round takes, or more."""
     target = replace(TARGETS["subgroups"], compute_units=units)
-    replace_records(
-        monkeypatch,
-        {
-            "column_sum": [{"columns": [32, 16, 8], "fewest_lanes": lanes}],
-            "column_sum.resident_threads": [{"value": 1}],
-            "column_sum.at_once": [{"value": 5}],
-        },
-    )
+    choice = {"columns": 8, "lanes": lanes, "at_once": 2}
+    replace_records(monkeypatch, {"column_sum": [{"short": choice, "long": choice}]})
     monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: SumTuning(parts=1, resident=128))
+    kernels = set()
     for rows in (3 * units, units - 1):
         _, (spec, call) = judged(fused_cases.Case("layer_norm", (rows, 1024), "bf16"), target)
         step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[1]
-        names = [p.name for p in step.build(step.config, target).params]
         assert step.scalars["partials"] == min(units, rows)
-        assert names == (["partial_ptr", "dweight_ptr", "dbias_ptr"] if rows > units else names)
-        assert {"length", "partials"} <= set(names) or rows > units
+        kernels.add(step.config)
+    assert len(kernels) == 1
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ class RowClass:
     width : int
         Columns that are loaded together: 16 bytes, or 1.
     columns : int
-        Most columns of a row: what its threads have room for, a power of two. Of rows that are too long for registers,
-        the fewest.
+        Most columns of a row: what its threads have room for, a power of two or three times one. Of rows that are too
+        long for registers, the fewest.
     shortest : int
         Every row has more columns than this.
     exact : bool
