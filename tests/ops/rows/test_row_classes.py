@@ -131,12 +131,12 @@ def test_three_thousand_lengths(op: str, rows: int) -> None:
 
 
 def test_which_parts_are_masked() -> None:
-    """Half of them, if a class's rows are longer than half of its columns; none if all have the same length."""
+    """Those past the longest row of the class before; none if all rows of a class have the same length."""
     target = TARGETS["h200-cuda"]
     longer = row_class(target, "bf16", 5120, 8)
-    assert longer == RowClass(8, 8192, 4096) and longer.ragged(4, 256) == 2
-    assert row_class(target, "bf16", 8192, 8) == longer  # its length is not compiled in
-    exact = row_class(target, "bf16", 4096, 8)
+    assert longer == RowClass(8, 6144, 4096) and longer.ragged(3, 256) == 1
+    assert row_class(target, "bf16", 6144, 8) == longer  # its length is not compiled in
+    exact = row_class(target, "bf16", 2048, 8, "elements")
     assert exact.exact and exact.ragged(4, 128) == 0
     odd = row_class(target, "bf16", 5121, 1)
     assert (odd.width, odd.held) == (1, False)

@@ -165,7 +165,7 @@ def _over_threads(
         threads *= 2
     if smallest < threads <= 2 * smallest and columns <= hints.most * smallest and not sums:
         threads = smallest  # no barriers
-    while columns > threads * width and columns % (threads * width):
+    while kind.held and columns > threads * width and columns % (threads * width):
         threads //= 2  # of a class of three times a power of two
     parts = max(columns // (threads * width), 1)
     if kind.held and parts * width <= hints.most:
