@@ -15,7 +15,7 @@ from repository import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pages are protected by mprotect")
 
-SHARE = 25
+SHARE = 40
 """One test in so many runs here."""
 
 TESTS = (
@@ -70,8 +70,8 @@ def test_guards_notice(side: str, what: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["end", "start"])
 def test_kernels_stay_inside(side: str) -> None:
-    share = SHARE if side == "end" else 2 * SHARE
-    chosen = {"AULE_TEST_GUARD": side, "AULE_TEST_SHARE": str(share)}
+    share = SHARE if side == "end" else 3 * SHARE
+    chosen = {"AULE_TEST_GUARD": side, "AULE_TEST_SHARE": str(share), "AULE_FULL_GRID": "1"}
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "cpu"]
     done = subprocess.run(
         [sys.executable, *command, *(f"tests/ops/{name}" for name in TESTS)],
