@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from repository import ROOT
@@ -56,10 +57,11 @@ print("right")
 
 @pytest.mark.parametrize("side", ["end", "start"])
 @pytest.mark.parametrize("what", ["nothing", "byte", "buffer", "array"])
-def test_guards_notice(side: str, what: str) -> None:
+def test_guards_notice(side: str, what: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS, side, what], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, "-c", FAULTS, side, what],
+        cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     if what == "nothing":
         assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
     else:
