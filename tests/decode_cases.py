@@ -59,6 +59,7 @@ def cases() -> Iterator[Case]:
     yield Case("parts", (2100, 700), heads=(4, 1), dims=(16, 16), page=16, options={"sinks": True})
     yield Case("prefill", (90, 5, 70, 0), (80, 1, 66, 2), (2, 1), (32, 32), "f16", page=16, options={"window": 50})
     yield Case("one-sided-window", (60, 9), 1, options={"window": (7, None), "causal": False})
+    yield Case("ragged-bf16", (4, 30, 9), (4, 1, 2), (2, 2), (64, 64), "bf16", page=16)
 
 
 def make(case: Case, seed: int = 0) -> dict[str, Any]:

@@ -8,10 +8,12 @@ Any test runs so with ``AULE_TEST_GUARD=end`` (buffers end where a page does) or
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -77,7 +79,9 @@ def install(side: str) -> None:
     """Guard all memory of CPU kernels in this process from now on."""
     if side not in ("start", "end"):
         raise ValueError(f"expected AULE_TEST_GUARD of start or end, got {side!r}")
-    os.environ["AULE_CACHE_DIR"] = tempfile.mkdtemp(prefix="aule-guarded-")  # kernels with checks are other kernels
+    cache = tempfile.mkdtemp(prefix="aule-guarded-")  # kernels with checks are other kernels
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["AULE_CACHE_DIR"] = cache
     llvm.render = functools.partial(llvm.render, checked=True)
     engine._ALIGNMENT = 1  # sizes of workspaces are not rounded up
     plain = engine.PreparedCall.run

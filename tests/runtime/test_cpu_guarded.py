@@ -9,13 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from repository import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pages are protected by mprotect")
 
-SHARE = 25
+SHARE = 40
 """One test in so many runs here."""
 
 TESTS = (
@@ -56,10 +57,11 @@ print("right")
 
 @pytest.mark.parametrize("side", ["end", "start"])
 @pytest.mark.parametrize("what", ["nothing", "byte", "buffer", "array"])
-def test_guards_notice(side: str, what: str) -> None:
+def test_guards_notice(side: str, what: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS, side, what], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, "-c", FAULTS, side, what],
+        cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     if what == "nothing":
         assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
     else:
@@ -70,8 +72,8 @@ def test_guards_notice(side: str, what: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["end", "start"])
 def test_kernels_stay_inside(side: str) -> None:
-    share = SHARE if side == "end" else 2 * SHARE
-    chosen = {"AULE_TEST_GUARD": side, "AULE_TEST_SHARE": str(share)}
+    share = SHARE if side == "end" else 3 * SHARE
+    chosen = {"AULE_TEST_GUARD": side, "AULE_TEST_SHARE": str(share), "AULE_FULL_GRID": "1"}
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "cpu"]
     done = subprocess.run(
         [sys.executable, *command, *(f"tests/ops/{name}" for name in TESTS)],

@@ -37,9 +37,13 @@ class _Child:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         # No console window on Windows.
         flags = getattr(subprocess, "CREATE_NO_WINDOW", 0)
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, creationflags=flags
-        )
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, creationflags=flags
+            )
+        except BaseException:
+            self._printed.close()
+            raise
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests: IO[bytes] = self._process.stdin
         self._answers: IO[bytes] = self._process.stdout
@@ -66,12 +70,10 @@ class _Child:
 
     def close(self) -> None:
         """Let the child end by itself, which it does when its requests end."""
-        self._requests.close()
-        try:
+        with contextlib.suppress(Exception):  # it still compiles for a thread that outlives the interpreter
+            self._requests.close()
             self._process.wait(timeout=1)
-        except Exception:  # it still compiles for a thread that outlives the interpreter
-            return
-        self._close_files()
+            self._close_files()
 
     def disown(self) -> None:
         """In a forked process: leave the child to the parent."""
@@ -127,12 +129,8 @@ def _start() -> _Child:
         child = _Child(command)
         child.wait_until_ready()
         return child
-    except (
-        OSError,
-        EOFError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # processes forbidden, interpreter ending, no imports
+    except (OSError, EOFError, RuntimeError, ValueError) as error:
+        # Processes are forbidden, the interpreter is ending, or the child's imports fail.
         _unavailable = child.end() if child is not None else f"{type(error).__name__}: {error}"
         raise ChildUnavailable(_unavailable) from None
     except BaseException:
