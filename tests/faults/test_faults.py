@@ -152,7 +152,8 @@ class Case:
                 raise
             except Exception as error:
                 raise AssertionError(f"{where} ({injector.failed[:3]}): {type(error).__name__}: {error}") from error
-        assert injector.failed, f"{where}: nothing failed"
+        # A driver that is asked whether work is done may be asked less often this time.
+        assert injector.failed or len(injector.points) <= number, f"{where}: nothing failed"
         assert all((x == y).all() for x, y in zip(INPUTS, COPIES, strict=True)), f"{where}: an input was changed"
         if lost:
             driver.renew()
@@ -185,9 +186,11 @@ def test_faults(driver: Driver, name: str, tmp_path: Path, monkeypatch: pytest.M
     for group, kinds in (("driver", driver.kinds), ("arrays", ("arrays",)), ("files", ("files",))):
         points = case.points(group)
         assert len(points) >= least[group], f"{group}: only {points}"
-        injected = 0
+        injected = tried = 0
         for turn, (kind, lasting) in enumerate(itertools.product(kinds, (False, True))):
             for number in sampled(len(points), 8 if case.scenario.cold else 20, turn):
                 case.inject(group, kind, number, lasting)
-                injected += 1
+                injected += bool(driver.injector.failed)
+                tried += 1
+        assert injected >= 0.9 * tried, f"{group}: of {tried} faults only {injected} happened"
         print(f"{kind_of_driver} {name} {group}: {len(points)} points, {injected} faults injected")
