@@ -3,8 +3,9 @@
     python tools/soak.py --backend cpu --calls 20000 --csv soak-cpu.csv
 
 Writes the curve of memory, descriptors, threads, loaded programs and prepared calls, and fails if one of them grows
-without bound: over the last half of the calls only prepared calls, up to the limit of their cache, may still increase,
-and memory with them. Every 50th result is compared with NumPy's. 20,000 calls take about ten minutes on two cores.
+without bound: over the last half of the calls only prepared calls may still increase, up to the limit of their cache,
+memory with them, and programs by a third. Every 50th result is compared with NumPy's. 20,000 calls take about ten
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -171,10 +172,12 @@ def soak(backend: str, calls: int, samples: int = SAMPLES, seed: int = 0) -> lis
 def growth(curve: list[Sample]) -> list[str]:
     """Return what grew over the last half."""
     middle, last = curve[len(curve) // 2], curve[-1]
+    # Short sequences have kernels of their own, a few dozen per set of options, which come up one by one.
+    allowances = {"descriptors": 0, "threads": 0, "programs": middle.programs // 3}
     found = [
         f"{name}: {getattr(middle, name)} -> {getattr(last, name)}"
-        for name in ("descriptors", "threads", "programs")
-        if getattr(last, name) > getattr(middle, name)
+        for name, more in allowances.items()
+        if getattr(last, name) > getattr(middle, name) + more
     ]
     if last.prepared > MOST:
         found.append(f"prepared calls: {last.prepared} of at most {MOST}")
