@@ -9,13 +9,15 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from injector import Injector
 
 from aule.backends import registry
-from aule.runtime import _cpu_pool
+from aule.errors import AuleError
+from aule.runtime import _cpu_pool, vulkan
 from aule.runtime import _vulkan_api as api
 from aule.runtime import _vulkan_loader as loader
 from aule.runtime.base import Device
@@ -32,10 +34,16 @@ class Driver:
     ----------
     kinds : tuple of str
         The errors that its calls give.
+    also : tuple of type
+        Errors that fit every fault, since the driver gives no reason.
+    computes : bool
+        Whether kernels run; if not, results are not compared.
     """
 
     backend = ""
     kinds: tuple[str, ...] = ()
+    also: tuple[type[AuleError], ...] = ()
+    computes = True
 
     def __init__(self, injector: Injector) -> None:
         self.injector = injector
@@ -96,8 +104,6 @@ class Vulkan(Driver):
 
     def renew(self) -> None:
         super().renew()
-        from aule.runtime import vulkan
-
         vulkan._devices = []
         loader.close_instance()
         assert not +self.live, f"not destroyed: {+self.live}"
@@ -107,17 +113,42 @@ class Vulkan(Driver):
         return Counter({"used": device.memory_info()["used"], **self.live})
 
 
+class DiscreteVulkan(Vulkan):
+    """Without mapped or imported memory, and without timeline semaphores: copies by staging memory, and fences."""
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        super().patch(patch)
+        inspect_all = vulkan.inspect_all
+
+        def inspect(instance: Any) -> tuple[list[Any], list[Any]]:
+            usable, refused = inspect_all(instance)
+            return [_discrete(facts) for facts in usable], refused
+
+        patch.setattr(vulkan, "inspect_all", inspect)
+
+    def held(self) -> Counter[str]:
+        found = super().held()
+        del found["vkDestroyFence"]  # kept for reuse: as many as submissions were in progress at once
+        return found
+
+
+def _discrete(facts: Any) -> Any:
+    target = replace(facts.target, unified_memory=False)
+    features = facts.features - {"timelineSemaphore"}
+    return replace(facts, target=target, features=features, host_pointer_alignment=0)
+
+
 class OpenCL(Driver):
     backend, kinds = "opencl", ("memory", "resources", "refused")
     calls = "Buffer CommandQueue Context Kernel Program enqueue_copy enqueue_fill_buffer enqueue_marker".split()
-    methods = {"CommandQueue": ("finish", "flush"), "Kernel": ("__call__",), "Program": ("build",), "Event": ("wait",)}
+    methods = "CommandQueue.finish CommandQueue.flush Kernel.__call__ Program.build Event.wait".split()
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         import pyopencl as cl
 
-        for owner, names in self.methods.items():
-            for name in names:
-                patch.setattr(getattr(cl, owner), name, self._wrapped(f"{owner}.{name}", getattr(getattr(cl, owner), name)))
+        for method in self.methods:
+            owner, name = method.split(".")
+            patch.setattr(getattr(cl, owner), name, self._wrapped(method, getattr(getattr(cl, owner), name)))
         wrapped = {name: self._wrapped(name, getattr(cl, name)) for name in self.calls}
 
         class Proxy:

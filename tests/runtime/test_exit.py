@@ -59,7 +59,7 @@ time.sleep(seconds)
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("backend", ["cpu", "vulkan", "opencl", "webgpu"])
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "vulkan", "opencl", "webgpu"])
 def test_threads_at_the_end(backend: str, tmp_path: Path) -> None:
     devices.need(backend)
     environment = {**os.environ, "AULE_CACHE_DIR": str(tmp_path), "AULE_BACKEND": ""}

@@ -175,11 +175,11 @@ class Context:
         if self._handle and not self._forked:
             # Errors are ignored: a lost context has already lost its contents.
             api = self._api
-            api.cuCtxPushCurrent_v2(self._handle)
-            api.cuCtxSynchronize()
-            tear_down()
-            api.cuEventDestroy_v2(self.fence)
-            api.cuStreamDestroy_v2(self.stream)
-            self._pop()
+            if not api.cuCtxPushCurrent_v2(self._handle):
+                api.cuCtxSynchronize()
+                tear_down()
+                api.cuEventDestroy_v2(self.fence)
+                api.cuStreamDestroy_v2(self.stream)
+                self._pop()
             api.cuDevicePrimaryCtxRelease_v2(self._device)
         self._handle = 0

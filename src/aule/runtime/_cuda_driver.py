@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aule.errors import BackendUnavailableError
+from aule.errors import AuleError, BackendUnavailableError, OutOfMemoryError
 from aule.target import NVIDIA_LAYOUT, WARPGROUP_UNITS, Target
 
 INT, UINT, SIZE = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
@@ -91,6 +91,7 @@ STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 
 # CUresult
+INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 WRONG_CONTEXT = frozenset({201, 400})  # no context is current, or not the kernel's
 # After these errors every call on the context fails with the same error (as CUDA documents), or the driver is gone.
@@ -188,16 +189,23 @@ class Driver:
         """Return a CUdevice_attribute; 0 if an old driver does not know it."""
         value = INT()
         code = self.api.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        if code not in (0, INVALID_VALUE):
+            raise self.probe_error(code, "an attribute of the device")
         return 0 if code else value.value
+
+    def probe_error(self, code: int, expected: str) -> AuleError:
+        """Make the error for a question about devices that the driver does not answer."""
+        text = f"[cuda] expected {expected}, got {self.describe(code)}"
+        if code == OUT_OF_MEMORY:
+            return OutOfMemoryError(f"{text}; free some memory")
+        return BackendUnavailableError("cuda", f"{text}; check `nvidia-smi`")
 
     def count(self) -> int:
         """Return the number of devices."""
         value = INT()
         code = self.api.cuDeviceGetCount(ctypes.byref(value))
         if code:
-            raise BackendUnavailableError(
-                "cuda", f"[cuda] expected a count of devices, got {self.describe(code)}; check `nvidia-smi`"
-            )
+            raise self.probe_error(code, "a count of devices")
         return value.value
 
 
@@ -245,9 +253,11 @@ def read_target(driver: Driver, handle: int) -> Target:
         return driver.attribute(handle, number)
 
     name = ctypes.create_string_buffer(256)
-    driver.api.cuDeviceGetName(name, len(name), handle)
     memory = SIZE()
-    driver.api.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+    code = driver.api.cuDeviceGetName(name, len(name), handle)
+    code = code or driver.api.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+    if code:
+        raise driver.probe_error(code, "the device's name and memory")
     capability = attribute(CAPABILITY_MAJOR), attribute(CAPABILITY_MINOR)
     matrix_units: tuple[str, ...] = ()
     if capability >= (8, 0):

@@ -124,9 +124,11 @@ class FenceTimeline:
                 self._retire()
 
     def _retire(self) -> None:
-        self.completed, fence = self._pending.popleft()
+        value, fence = self._pending[0]
         self._vk.vkResetFences(self._device, 1, ctypes.byref(fence))
+        self._pending.popleft()
         self._idle.append(fence)
+        self.completed = value
 
     def close(self) -> None:
         for fence in [*self._idle, *(fence for _value, fence in self._pending)]:

@@ -77,9 +77,7 @@ class CudaDevice(Device):
         handle = cu.INT()
         code = driver.api.cuDeviceGet(ctypes.byref(handle), ordinal)
         if code:
-            raise BackendUnavailableError(
-                "cuda", f"[cuda] expected device {ordinal}, got {driver.describe(code)}; check `nvidia-smi`"
-            )
+            raise driver.probe_error(code, f"device {ordinal}")
         self.index = ordinal
         self.target = cu.read_target(driver, handle.value)
         self._driver = driver

@@ -366,10 +366,7 @@ class MetalDevice(Device):
             self._check()
             self._settle()
             self._reclaim()
-            if self._queue is None:
-                self._queue = self._native.newCommandQueue()
-            command = self._queue.commandBuffer()
-            encoder = command.computeCommandEncoder()
+            command, encoder = self._begin(artifact)
             encoder.setComputePipelineState_(program.handle)
             for i, buffer in enumerate(buffers):
                 encoder.setBuffer_offset_atIndex_(buffer.native, 0, i)
@@ -383,6 +380,21 @@ class MetalDevice(Device):
                 buffer.used = command
             self._pending.append((artifact.entry, command))
         return command
+
+    def _begin(self, artifact: Artifact) -> tuple[Any, Any]:
+        """Return a command buffer and its encoder. The lock is held."""
+        if self._queue is None:
+            self._queue = self._native.newCommandQueue()
+        # Metal gives nil for what it cannot create, without a reason.
+        command = None if self._queue is None else self._queue.commandBuffer()
+        encoder = None if command is None else command.computeCommandEncoder()
+        if encoder is None:
+            missing = "queue" if self._queue is None else "buffer" if command is None else "encoder"
+            raise LaunchError(
+                f"[metal] {artifact.entry}: expected a command {missing}, got none; wait for work in progress, or free "
+                "memory"
+            )
+        return command, encoder
 
     def _sort_arguments(self, artifact: Artifact, args: Arguments) -> tuple[list[_Buffer], bytes]:
         """Return the buffers, and the packed scalars (empty if there are none)."""
