@@ -346,6 +346,23 @@ def test_positions_outside_of_the_table_are_refused(backend: str, wrong: int) ->
             aule.rope(*arrays, position_ids=array(ids), backend=backend)
 
 
+@pytest.mark.parametrize("op", ["softmax_dropout", "rms_norm", "layer_norm"])
+def test_rows_without_columns(op: str) -> None:
+    """As PyTorch: an empty result, and empty gradients."""
+    x, weight = torch.zeros(3, 0, requires_grad=True), torch.zeros(0, requires_grad=True)
+    leaves = (x,) if op == "softmax_dropout" else (x, weight)
+    out = getattr(aule, op)(*leaves)
+    assert out.shape == (3, 0)
+    assert [g.shape for g in torch.autograd.grad(out.sum(), leaves)] == [leaf.shape for leaf in leaves]
+
+
+@pytest.mark.parametrize("array", [lambda t: t, lambda t: t.numpy()], ids=["torch", "numpy"])
+def test_position_ids_of_16_bits_are_refused_by_name(array: Callable[[Any], Any]) -> None:
+    arrays = [array(t) for t in (made(1, 2, 5, 8), ANGLES.cos(), ANGLES.sin())]
+    with pytest.raises(aule.InvalidDtypeError, match=r"position_ids of int32 or int64 for indices.* got .*int16"):
+        aule.rope(*arrays, position_ids=array(torch.arange(5, dtype=torch.int16)))
+
+
 def test_refused_tensors_and_tables() -> None:
     x = made(*HEADS)
     with pytest.raises(aule.InvalidShapeError, match=r"expected cos of shape \[positions, 4\] .* got \[0, 4\]"):

@@ -136,6 +136,19 @@ def test_masked_keys_do_not_leak(device: Device, bad: float, softcap: float | No
         assert not wrong, wrong
 
 
+def test_weights_of_one_are_exact_on_the_cpu(device: Device) -> None:
+    """Rows that attend to one key only, with log-sum-exps of hundreds: rounding these costs the weights nothing."""
+    if device.target.backend != "cpu":
+        pytest.skip("GPUs round scores times log2(e): docs/numerics.md, error-large-scores")
+    shape = (1, 2, 40, 64)
+    arrays, _, _, dout = problem_of(shape, shape, shape)
+    arrays["q"] *= 9
+    arrays["k"] = arrays["q"].copy()
+    problem, operands = attention_problem(**{n: grid.view_of(a) for n, a in arrays.items()})
+    found = gradients(device, problem, operands, dout)
+    np.testing.assert_array_equal(found["dv"], dout)
+
+
 def test_rows_without_keys_have_no_gradient(device: Device) -> None:
     _, problem, operands, dout = problem_of((1, 2, 40, 16), (1, 2, 10, 16), (1, 2, 10, 16), causal=True)
     found = gradients(device, problem, operands, dout)
@@ -219,6 +232,19 @@ def test_torch_gradients_of_bias_mask_and_sinks(name: str, shape: tuple[int, ...
     wanted = torch.autograd.grad(p @ v64.repeat_interleave(2, 1), exact, dout.double())
     for f, w in zip(found, wanted, strict=True):
         torch.testing.assert_close(f.double(), w, rtol=2e-5, atol=2e-5 * float(w.abs().max()))
+
+
+@pytest.mark.parametrize("seqs", [(0, 5), (5, 0), (0, 0)])
+def test_torch_gradients_of_sinks_without_rows_or_keys(seqs: tuple[int, int]) -> None:
+    torch = pytest.importorskip("torch")
+    devices.need("cpu")
+    import aule
+
+    q, k = (torch.randn(2, 4, n, 16, requires_grad=True) for n in seqs)
+    sinks = torch.tensor([0.5, -1.0, -torch.inf, 2.0], requires_grad=True)
+    out = aule.flash_attention(q, k, k, sinks=sinks, causal=False)
+    for gradient, leaf in zip(torch.autograd.grad(out.sum(), (q, k, sinks)), (q, k, sinks), strict=True):
+        assert gradient.shape == leaf.shape and (gradient == 0).all()
 
 
 def test_torch_second_derivative_is_refused() -> None:

@@ -147,6 +147,21 @@ def test_dropped_infinities_do_not_leak(shape: str, bad: float, monkeypatch: pyt
         _check_infinities(*run(problem, operands, SHAPES[shape], target()), bad)
 
 
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("shape", ["two-stages", "scores-ahead", "warpgroups", "warpgroups-ahead"])
+def test_nan_that_is_added_comes_out(shape: str, name: str) -> None:
+    """In its row alone; not where causality drops the key. The interpreter's maximum ignores NaN as GPUs' do."""
+    rng = np.random.default_rng(0)
+    arrays = {n: rng.standard_normal((1, 1, 40, 16)).astype(np.float16) for n in "qkv"}
+    arrays[name] = rng.standard_normal((40, 40)).astype(np.float32 if name == "bias" else np.float16)
+    arrays[name][7, 3] = arrays[name][20, 20] = arrays[name][5, 30] = np.nan
+    views = {n: grid.view_of(array) for n, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=True, return_lse=True)
+    out, lse = run(problem, operands, SHAPES[shape], target())
+    assert np.argwhere(np.isnan(lse[0, 0])).ravel().tolist() == [7, 20]
+    assert np.isnan(out[0, 0, [7, 20]]).all() and np.isfinite(np.delete(out[0, 0], [7, 20], axis=0)).all()
+
+
 def _check_infinities(out: np.ndarray, lse: np.ndarray, bad: float) -> None:
     assert np.isfinite(lse).all() and np.isfinite(out[:, :, :20]).all()
     assert np.isfinite(np.delete(out[:, :, 20:], 3, axis=3)).all()
