@@ -64,7 +64,7 @@ class ColumnSums:
                 values.append(counted(exists, term))
         total = fold(b, "add", [total, *values])
         if number is None:
-            self._store(parts[0], total)
+            self._store_inside(parts[0], total)
         else:
             self.sums[number].value = total
 
@@ -94,15 +94,15 @@ class ColumnSums:
             self._store_all(lambda part: self.sums[part.number or 0].value)
 
     def _store_all(self, f: Callable[[Part], Value]) -> None:
-        b = self.passes.rows.b
-
         def store(parts: list[Part], _: int) -> None:
-            part = parts[0]
-            inside = part.inside if part.number is not None else None
-            with nullcontext() if inside is None else b.if_(inside):
-                self._store(part, f(part))
+            self._store_inside(parts[0], f(parts[0]))
 
         self.passes.walk(store)
+
+    def _store_inside(self, part: Part, value: Value) -> None:
+        """Store sums of a part, unless it is past the row's end."""
+        with self.passes.rows.b.if_(part.inside) if part.may_end and part.inside is not None else nullcontext():
+            self._store(part, value)
 
     def _store(self, part: Part, value: Value) -> None:
         if self.layout == "in_order":

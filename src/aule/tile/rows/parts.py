@@ -131,6 +131,11 @@ class Part:
         self.cache: dict[Derived, Value] = {}
         """Values derived in this pass."""
 
+    @property
+    def may_end(self) -> bool:
+        """Whether all of its columns may be past the row's end."""
+        return self.inside is not None and self.shift is None
+
     def __getitem__(self, what: Source | Columns | PerRow | Derived) -> Value:
         """Elements of an array, a derived value, or this row's value, in the type computed in."""
         if isinstance(what, PerRow):

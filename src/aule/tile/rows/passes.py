@@ -224,9 +224,10 @@ class Passes:
         start = self.lane * shape.width
         rest = self.length & (shape.width - 1) if shape.tail else None
         full = self.length if rest is None else self.length - rest
+        # All threads make the same number of rounds, even if some could make one more or fewer: a driver takes the end
+        # of one thread's loop for that of all.
+        begin = b.const(0, element(full.type))
         if shape.unroll > 1:
-            # The same number of rounds for all threads, even if some could make one more: a driver takes the end of
-            # one thread's loop for that of all.
             far = step * shape.unroll
             rounds = full // far * far
             with b.loop(start, rounds, far, name="col") as col:
@@ -236,9 +237,10 @@ class Passes:
                     for part, group in zip(parts, groups, strict=True):
                         part.group = (group, i) if self.rows.shape.threads == 1 else None
                 visit(places)
-            start = start + rounds
-        with b.loop(start, full, step, name="col") as col:
-            visit([self._parts(col)])
+            begin = rounds
+        with b.loop(begin, full, step, name="col") as col:
+            col = col + start
+            visit([self._parts(col, inside=None if self.rows.shape.threads == 1 else col < full)])
         if rest is not None:
             with b.if_(rest > 0):
                 # Moved back to the row's end: its first columns are visited twice, but count once.
@@ -362,7 +364,7 @@ class Passes:
 
     def existing_column(self, part: Part) -> Value:
         """A part's first column, or one that exists if the part is past the end; its values are masked later."""
-        if part.number is None or part.inside is None:
+        if not part.may_end:
             return part.col
         return self.rows.b.min(part.col, self.length - self.shape.width)
 
@@ -383,7 +385,7 @@ class Passes:
     def where_exists(self, part: Part) -> Iterator[None]:
         """Run the body where the row and the columns exist."""
         exists = self.rows.exists[part.row]
-        if part.number is not None and part.inside is not None:
+        if part.may_end and part.inside is not None:
             exists = part.inside if exists is None else exists & part.inside
         if exists is None:
             yield
