@@ -249,6 +249,8 @@ def nan_in_v(backend: Backend) -> None:
 
 @line
 def nan_in_bias_or_mask(backend: Backend) -> None:
+    if backend.name == "webgpu" and backend.device is not None and not backend.device.target.software:
+        pytest.skip("WGSL lets a driver assume that there is no NaN: the page says so")
     dout = normal(1, 2, 8, 16, seed=9)
     for name, dtype in (("bias", np.float32), ("mask", np.float16)):
         arrays = qkv(dtype=dtype) | {name: np.zeros((1, 2, 8, 8), dtype)}
