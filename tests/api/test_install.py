@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +17,9 @@ import aule
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite", reason="gradients need the CPU engine")
+
+from aule.frontends.torch import route  # noqa: E402
+from aule.frontends.torch.sdpa import translate  # noqa: E402
 
 F = torch.nn.functional
 ORIGINAL = F.scaled_dot_product_attention
@@ -108,7 +113,10 @@ def test_verbose_says_each_thing_once(capsys: pytest.CaptureFixture[str]) -> Non
         for _ in range(2):
             F.scaled_dot_product_attention(q, k, v)
             F.scaled_dot_product_attention(q, k, v, scale=float("nan"))
-    assert capsys.readouterr().out == "aule: serving attention\naule: passed on to PyTorch: scale\n"
+    said = capsys.readouterr().out.splitlines()
+    assert "aule: test_install.ORIGINAL is still PyTorch's own function" in said
+    said = [line for line in said if not line.endswith("own function")]
+    assert said == ["aule: serving attention", "aule: passed on to PyTorch: scale"]
 
 
 # -- what is passed on -------------------------------------------------------------------------------------------------
@@ -399,3 +407,104 @@ def test_stored_graphs_are_kept_apart() -> None:
             tags.add(config.cache_key_tag)
         assert config.cache_key_tag in tags
     assert len(tags) == 3 and config.cache_key_tag == own
+
+
+# -- who is asked first ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AULE_BACKEND", raising=False)
+    monkeypatch.setattr(route, "_cpu_engine", lambda: False)
+    translate.warn_without_engine.cache_clear()
+
+
+def test_without_the_cpu_engine_calls_are_passed_on(without_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))
+    with aule.installed(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v), ORIGINAL(q, k, v))
+        compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, k, v), backend="eager", fullgraph=True)
+        assert torch.equal(compiled(q), ORIGINAL(q, k, v))
+    assert [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)] == [
+        "aule passes attention on CPU tensors on to PyTorch, because there is no CPU engine: pip install "
+        '"aule-attention[cpu]"'
+    ]
+    stats = aule.dispatch_stats()
+    assert stats["served"] == 0 and set(stats["reasons"]) == {"no CPU engine"} and stats["passed_on"] >= 3
+    aule.reset_dispatch_stats()
+    with aule.installed("numpy"):  # who names a backend gets it
+        F.scaled_dot_product_attention(q, k, v)
+    monkeypatch.setenv("AULE_BACKEND", "numpy")
+    with aule.installed():
+        F.scaled_dot_product_attention(q, k, v)
+    assert served() == 2
+
+
+def test_pytorchs_choice_of_kernels_is_honoured() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (x.requires_grad_() for x in tensors((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)))
+    reason = "sdpa_kernel allows no fused kernel"
+    with aule.installed():
+        for allowed in (SDPBackend.FLASH_ATTENTION, [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
+            with sdpa_kernel(allowed):
+                F.scaled_dot_product_attention(q, k, v)
+        assert served() == 2
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(q, k, v)
+            (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+            assert torch.autograd.grad(grad.sum(), k)[0].isfinite().all()  # as our error of a second derivative says
+        assert aule.dispatch_stats()["reasons"] == {reason: 1}
+
+        def f(q: Any) -> Any:
+            with sdpa_kernel(SDPBackend.MATH):
+                out = F.scaled_dot_product_attention(q, k, v)
+            return out + F.scaled_dot_product_attention(q, k, v)
+
+        aule.reset_dispatch_stats()
+        compiled = torch.compile(f, backend="aot_eager", fullgraph=True)(q.detach())
+        torch.testing.assert_close(compiled, 2 * ORIGINAL(q, k, v))
+        stats = aule.dispatch_stats()
+    assert stats["served"] == 1 and set(stats["reasons"]) == {reason}
+
+
+def test_functions_that_were_imported_before(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    early = types.ModuleType("early")
+    exec(
+        "from torch.nn.functional import scaled_dot_product_attention\nkept = scaled_dot_product_attention", vars(early)
+    )
+    monkeypatch.setitem(sys.modules, "early", early)
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))
+    with aule.installed(verbose=True):
+        assert early.scaled_dot_product_attention is F.scaled_dot_product_attention is not ORIGINAL
+        early.scaled_dot_product_attention(q, k, v)
+        assert served() == 1
+        late = types.ModuleType("late")
+        exec("from torch.nn.functional import scaled_dot_product_attention", vars(late))
+        monkeypatch.setitem(sys.modules, "late", late)
+        assert early.kept is ORIGINAL is torch._C._nn.scaled_dot_product_attention
+    assert "aule: early.kept is still PyTorch's own function\n" in capsys.readouterr().out
+    assert early.scaled_dot_product_attention is late.scaled_dot_product_attention is ORIGINAL
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_passed_on(layout: Any) -> None:
+    rows = [x.requires_grad_() for x in tensors((3, 2, 8), (5, 2, 8))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the layout is a prototype
+        nested = torch.nested.as_nested_tensor(rows, layout=layout)
+        nested = nested.transpose(1, 2) if layout is torch.jagged else nested.transpose(1, 2).contiguous()
+    results = []
+    for context in (contextlib.nullcontext(), aule.installed()):
+        with context:
+            out = F.scaled_dot_product_attention(nested, nested, nested)
+        grads = torch.autograd.grad(sum(x.square().sum() for x in out.unbind()), rows, retain_graph=True)
+        results.append([*out.unbind(), *grads])
+    assert aule.dispatch_stats()["reasons"] == {"a nested tensor": 1}
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    for call in (aule.flash_attention, aule.scaled_dot_product_attention, aule.residual_rms_norm):
+        with pytest.raises(aule.AuleError, match="got a nested"):
+            call(nested, nested, nested)

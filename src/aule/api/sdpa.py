@@ -87,9 +87,14 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
     Calls that aule cannot serve go to PyTorch's own function and are counted with their reason: see `dispatch_stats`. A
     call in code that ``torch.compile`` or ``torch.export`` trace becomes the operator ``aule::attention``, and is
     counted when it is traced, not when it runs. Functorch transforms and dispatch modes get PyTorch's own function,
-    which has second derivatives and forward mode; aule has neither. Code that imported PyTorch's function by name
-    before keeps that one, and modules in evaluation mode with gradients switched off may use PyTorch's fused encoder
-    instead of any attention function (``torch.backends.mha.set_fastpath_enabled(False)`` prevents it).
+    which has second derivatives and forward mode; aule has neither. So do calls under
+    ``torch.nn.attention.sdpa_kernel`` without a fused kernel (``SDPBackend.MATH`` alone), nested tensors, and CPU
+    tensors without the CPU engine (extra ``cpu``), which NumPy would compute more slowly than PyTorch.
+
+    Modules that imported the function by its name before get aule's, too. References under other names, in closures,
+    default arguments or attributes of objects, and calls of ``torch._C._nn`` or ``torch.ops.aten`` stay PyTorch's.
+    Modules in evaluation mode with gradients switched off may use PyTorch's fused encoder instead of any attention
+    function (``torch.backends.mha.set_fastpath_enabled(False)`` prevents it).
 
     Parameters
     ----------
@@ -97,7 +102,8 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
         As in `flash_attention`; a missing one raises here. Default: CPU tensors on the CPU engine, CUDA and MPS
         tensors in place; tensors of other devices are passed on.
     verbose : bool
-        Print a line for the first call that is served, and for every new reason to pass one on.
+        Print a line for the first call that is served, for every new reason to pass one on, and for modules that keep
+        PyTorch's function under another name.
     """
     global _now
     front_end = _front_end("install")
@@ -114,7 +120,10 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
             ours = _made[original] = front_end.replacement(original, _settings, _count)
         _now = _Installed(original, ours, backend, verbose)
         front_end.set_function(ours)
+        front_end.replace_imports(original, ours)
         front_end.tag_graphs(True, backend)
+    for kept in front_end.kept_references(original) if verbose else ():
+        print(f"aule: {kept} is still PyTorch's own function")
 
 
 def uninstall() -> None:
@@ -127,6 +136,7 @@ def uninstall() -> None:
         # Somebody may have replaced our function since; theirs stays, and ours passes every call on.
         if front_end.get_function() is _now.ours:
             front_end.set_function(_now.original)
+        front_end.replace_imports(_now.ours, _now.original)
         front_end.tag_graphs(False)
         _now = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -59,6 +60,21 @@ def made(launches: Launches, q: Any, k: Any, v: Any) -> Any:
 
 def test_pytorch_tells_apart_what_it_has_to() -> None:
     assert torch_repeated.reliable()
+
+
+def test_so_it_does_if_the_first_call_of_a_process_is_in_another_state() -> None:
+    def in_float64() -> Any:
+        torch.set_default_dtype(torch.float64)
+        return contextlib.nullcontext()
+
+    contexts = (torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"))
+    try:
+        for context in (*contexts, in_float64):
+            torch_repeated.reliable.cache_clear()
+            with context():
+                assert torch_repeated.reliable()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_like_calls_are_launched(launches: Launches) -> None:

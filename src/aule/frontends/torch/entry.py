@@ -19,7 +19,7 @@ from aule.frontends.torch import route as routes
 from aule.frontends.torch.attention import Forward, repeat_key
 from aule.frontends.torch.autograd import attention, varlen
 from aule.frontends.torch.autograd import row_ops as row_gradients
-from aule.frontends.torch.checks import NAMES, no_gradient, require_tensor
+from aule.frontends.torch.checks import NAMES, no_gradient, require_dense, require_tensor
 from aule.frontends.torch.launch import launch as launch
 from aule.frontends.torch.modes import (
     any_autocast,
@@ -201,6 +201,8 @@ def row_op(
     for operand, x in zip(spec.operands, tensors, strict=True):
         if x is not None or not operand.optional:
             require_tensor(x, operand.name, name, spec.operands[0].name)
+            if x.is_nested:  # type: ignore[union-attr]
+                require_dense(x, operand.name, name)
     if any_autocast():
         tensors, options = _under_autocast(spec, tensors, options)
     if needs_operator(tensors):
@@ -223,7 +225,7 @@ def _row_operator(
         return row_gradients.with_gradient(spec, tensors, options, backend)
     from aule.frontends.torch.compile import row_operators
 
-    return row_operators.operator(spec)(*tensors, *options, backend)
+    return row_operators.traced(spec, tensors, options, backend)
 
 
 def _under_autocast(

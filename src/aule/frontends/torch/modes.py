@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -55,16 +56,20 @@ def needs_operator(tensors: Sequence[Tensor | None]) -> bool:
 
 def refuse_transforms(op: str, tensors: Iterable[object], remedy: str) -> None:
     """Refuse transforms, modes and tensors that only an operator could handle, for functions that have none."""
-    got = _intercepting()
-    if got is None:
-        given = [x for x in tensors if isinstance(x, Tensor)]
-        got = next((type(x).__name__ for x in given if dispatches(x)), None)
-        if got is None and any(map(wrapped, given)):
-            got = "a mapped one"
+    given = [x for x in tensors if isinstance(x, Tensor)]
+    got = next((type(x).__name__ for x in given if dispatches(x)), None) or _intercepting()
+    if got is None and any(map(wrapped, given)):
+        got = "a mapped one"
     if got is not None:
         raise AuleError(
             "AULE_ERROR_UNSUPPORTED", f"[{op}] expected plain tensors outside of transforms, got {got}; {remedy}"
         )
+
+
+def in_onnx_export() -> bool:
+    """Whether ``torch.onnx.export`` traces this call, which translates PyTorch's own operators only."""
+    onnx = sys.modules.get("torch.onnx")
+    return onnx is not None and bool(onnx.is_in_onnx_export())
 
 
 def _intercepting() -> str | None:

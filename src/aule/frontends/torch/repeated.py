@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
 from operator import or_
 from typing import Any
@@ -288,8 +289,20 @@ def same_as(*tensors: Tensor) -> Callable[..., bool]:
 
 @cache
 def reliable() -> bool:
-    """Whether PyTorch's guards distinguish all that matters here."""
-    x = torch.empty(2, 3, device="cpu")  # PyTorch's default device may be another
+    """Whether PyTorch's guards distinguish all that matters here.
+
+    They are tested in a thread of their own, where PyTorch's state is the usual one: the first call of a process may be
+    made in inference mode or under autocast.
+    """
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(_distinguish).result()
+    except RuntimeError:  # the interpreter ends, and starts no threads
+        return False
+
+
+def _distinguish() -> bool:
+    x = torch.empty(2, 3, dtype=torch.float32, device="cpu")  # PyTorch's defaults may be others
     y, transposed = torch.empty_like(x), x.new_empty(3, 2).T
     others = [x[:1], x[None], transposed, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
     others += [x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False)]
@@ -297,7 +310,7 @@ def reliable() -> bool:
         same = same_as(x, y)
         told = same(x, y) and same(y, x) and not any(same(x, other) or same(other, y) for other in others)
         with torch.inference_mode():
-            told = told and not same(x.clone(), y)
+            told = told and not same(x, y) and not same(x.clone(), y)
         with torch.autocast("cpu", torch.bfloat16):
             told = told and not same(x, y)
     except Exception:  # the guards have another signature, or are missing

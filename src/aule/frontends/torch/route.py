@@ -79,8 +79,17 @@ def host_backend(tensor: Tensor) -> str | None:
     """
     if torch.compiler.is_compiling() or tensor.device.type != "cpu" or settings.backend():
         return None
+    return "cpu" if _cpu_engine() else None
+
+
+def has_fast_engine(tensor: Tensor) -> bool:
+    """Whether tensors of this device are computed fast; NumPy and copies to other devices are not, unless chosen."""
+    return tensor.device.type != "cpu" or settings.backend() is not None or _cpu_engine()
+
+
+def _cpu_engine() -> bool:
     try:
         registry.devices("cpu")
     except AuleError:
-        return None
-    return "cpu"
+        return False
+    return True

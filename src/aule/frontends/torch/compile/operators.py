@@ -27,10 +27,12 @@ from aule.frontends.torch.checks import (
     no_forward_mode,
     no_gradient,
     no_second_derivative,
+    require_dense,
     require_tensor,
 )
+from aule.frontends.torch.compile import formulas
 from aule.frontends.torch.compile.vmap import Dim, Info, Mapped, one_by_one
-from aule.frontends.torch.modes import autocast, refuse_tracing, transformed
+from aule.frontends.torch.modes import autocast, in_onnx_export, refuse_tracing, transformed
 from aule.frontends.torch.passes import forward_with_lse, gradients
 from aule.frontends.torch.views import work_dtype
 from aule.ops.attention.validate import Operands, attention_problem, window_sides
@@ -68,6 +70,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
     for name, tensor in tensors.items():
         require_tensor(tensor, name)
+        if tensor.is_nested:
+            require_dense(tensor, name, "flash_attention")
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*tensors.values(), options.out)):
         check_gradients(q, k, v, options)
     q, k, v = autocast(q, k, v)
@@ -76,7 +80,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     except (TypeError, ValueError):
         _checked(q, k, v, options)  # raises a better message
         raise
-    if transformed():
+    if in_onnx_export():
+        plain = _options(arguments)._replace(return_lse=options.return_lse)
+        _checked(q, k, v, plain)
+        out, lse = formulas.attention(q, k, v, plain)
+    elif transformed():
         out, lse = _Attention.apply(q, k, v, *arguments)
     else:
         out, lse = torch.ops.aule.attention(q, k, v, *arguments)

@@ -16,12 +16,14 @@ from torch import Tensor
 from aule.frontends.torch.autograd.row_ops import gradients, saved
 from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import dtype_name, no_second_derivative
+from aule.frontends.torch.compile import formulas
 from aule.frontends.torch.compile.vmap import Dim, Info, row_op_one_by_one
+from aule.frontends.torch.modes import in_onnx_export
 from aule.frontends.torch.passes import compute
 from aule.frontends.torch.row_ops import Options, Tensors, named_options
 from aule.frontends.torch.views import DTYPES, fresh
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.shared.spec import OpSpec
+from aule.ops.shared.spec import Call, OpSpec
 from aule.view import TensorView
 
 
@@ -38,6 +40,26 @@ def run(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None, w
     found = operator(spec)(*tensors, *options, backend, [name in wanted for name in spec.outputs])
     found = found if isinstance(found, tuple | list) else (found,)
     return tuple(x if name in wanted else None for name, x in zip(spec.outputs, found, strict=True))
+
+
+def traced(spec: OpSpec, tensors: Tensors, options: Options, backend: str | None) -> Tensor | tuple[Tensor, ...]:
+    """The op in a graph: its operator or, for ONNX export, PyTorch's own operators."""
+    if in_onnx_export():
+        _checked(spec, tensors, options, spec.outputs)
+        return formulas.row_op(spec, tensors, options)
+    return operator(spec)(*tensors, *options, backend)
+
+
+def _checked(spec: OpSpec, tensors: Tensors, options: Options, wanted: tuple[str, ...]) -> Call:
+    """Check a call while it is traced."""
+    views = {
+        operand.name: TensorView(
+            dtype_name(x, operand.name, spec.name), tuple(x.shape), x.stride(), str(x.device), None
+        )
+        for operand, x in zip(spec.operands, tensors, strict=True)
+        if x is not None
+    }
+    return spec.call(views, named_options(spec, options), wanted)
 
 
 def _schema(spec: OpSpec, gradient: bool) -> str:
@@ -70,14 +92,7 @@ def _register(spec: OpSpec, gradient: bool) -> Any:
 
     def fake(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
         given = _Arguments(spec, arguments, gradient)
-        views = {
-            operand.name: TensorView(
-                dtype_name(x, operand.name, spec.name), tuple(x.shape), x.stride(), str(x.device), None
-            )
-            for operand, x in zip(spec.operands, given.tensors, strict=True)
-            if x is not None
-        }
-        call = spec.call(views, named_options(spec, given.options), given.wanted)
+        call = _checked(spec, given.tensors, given.options, given.wanted)
         first = given.tensors[0]
         outputs = [call.outputs.get(name) for name in spec.outputs]
         found = [x and fresh(x.shape, x.strides, DTYPES[x.dtype], first.device) for x in outputs]

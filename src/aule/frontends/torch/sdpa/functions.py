@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from torch.nn import functional
 
 from aule._version import __version__
 from aule.errors import AuleError
-from aule.frontends.torch.sdpa.translate import Arguments, Band, Mask, Refused, band, is_causal_bias, translate
+from aule.frontends.torch.sdpa.translate import NESTED, Arguments, Band, Mask, Refused, band, is_causal_bias, translate
 
+_NAME = "scaled_dot_product_attention"
 _TAG = " aule "
 
 _serving: list[Callable[..., Tensor]] = []
@@ -100,6 +103,10 @@ def replacement(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        if getattr(query, "is_nested", False):
+            # PyTorch's jagged tensors handle a call of the builtin function only.
+            pass_nested_on(settings_now, count)
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if torch.compiler.is_compiling():
             from aule.frontends.torch.compile import dynamo  # imports the compiler
 
@@ -124,6 +131,12 @@ def serve(number: int, *arguments: Any) -> Tensor:
     return _serving[number](Arguments(*arguments), compiled=True)
 
 
+def pass_nested_on(settings_now: Callable[[], tuple[bool, str | None]], count: Callable[[str | None], None]) -> None:
+    """Count a call with nested tensors, if aule is installed; while a graph is traced, uncounted."""
+    if not torch.compiler.is_compiling() and settings_now()[0]:
+        count(NESTED)
+
+
 def get_function() -> Callable[..., Tensor]:
     """The present ``torch.nn.functional.scaled_dot_product_attention``."""
     return functional.scaled_dot_product_attention
@@ -132,6 +145,28 @@ def get_function() -> Callable[..., Tensor]:
 def set_function(function: Callable[..., Tensor]) -> None:
     """Replace ``torch.nn.functional.scaled_dot_product_attention``."""
     functional.scaled_dot_product_attention = function
+
+
+def replace_imports(old: Callable[..., Tensor], new: Callable[..., Tensor]) -> None:
+    """Replace a function in all modules but PyTorch's own that imported it by its name."""
+    for module in _foreign_modules():
+        if vars(module).get(_NAME) is old:
+            vars(module)[_NAME] = new
+
+
+def kept_references(function: Callable[..., Tensor]) -> list[str]:
+    """Where modules hold a function under another name than its own, which `replace_imports` leaves alone."""
+    return sorted(
+        f"{module.__name__}.{name}"
+        for module in _foreign_modules()
+        for name, value in list(vars(module).items())
+        if value is function
+    )
+
+
+def _foreign_modules() -> list[ModuleType]:
+    modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] != "torch"]
+    return [module for _, module in modules if isinstance(module, ModuleType)]
 
 
 def tag_graphs(serving: bool, backend: str | None = None) -> None:

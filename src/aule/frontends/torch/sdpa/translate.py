@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -18,7 +20,7 @@ from torch.nn import functional
 
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch import entry, route
-from aule.frontends.torch.modes import autocast, dispatch_modes, dispatches, forward_ad, transform
+from aule.frontends.torch.modes import autocast, dispatch_modes, dispatches, forward_ad, in_onnx_export, transform
 from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.shared.checks import checked_flag, checked_number
 from aule.options import AttentionOptions
@@ -26,6 +28,14 @@ from aule.options import AttentionOptions
 Mask: TypeAlias = "Tensor | None"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _OP = "scaled_dot_product_attention"
+_FUSED = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+"""Whether ``torch.nn.attention.sdpa_kernel`` allows each fused kernel, on any device."""
+NESTED = "a nested tensor"
+_INSTALL = 'pip install "aule-attention[cpu]"'
 
 
 class Arguments(NamedTuple):
@@ -106,7 +116,8 @@ def translate(
     """Translate a call, or raise `Refused`.
 
     A call of the ``installed`` function is also refused for what a direct call may intend: tensors that would be copied
-    through the host, transforms, and modes (other than the compiler's, if the call is ``compiled``).
+    through the host or computed by NumPy, PyTorch's choice of kernels (``sdpa_kernel``), transforms, and modes (other
+    than the compiler's, if the call is ``compiled``).
     """
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = given
     align = "top-left"
@@ -116,13 +127,15 @@ def translate(
         attn_mask = None
     _check_tensors(query, key, value, attn_mask)
     _check_transforms(installed, compiled, query, key, value, attn_mask)
+    if installed and not any(enabled() for enabled in _FUSED):
+        expected = "expected a context that allows FLASH_ATTENTION, EFFICIENT_ATTENTION or CUDNN_ATTENTION"
+        _refuse("sdpa_kernel allows no fused kernel", _unsupported, expected, "none of them")
     given_tensors = (query, key, value, attn_mask)
     resolved = (x if x is None or not x.is_neg() else x.resolve_neg() for x in given_tensors)
     query, key, value, attn_mask = autocast(*resolved)
     _check_kinds(query, key, value, attn_mask)
-    if installed and backend is None and query.device.type != "meta" and not route.home(query).in_place:
-        expected = "expected tensors that aule computes on in place"
-        _refuse(f"device {query.device.type}", DeviceMismatchError, expected, query.device)
+    if installed and backend is None and query.device.type != "meta":
+        _check_speed(query)
     _check_numbers(dropout_p, scale)
     is_causal, enable_gqa = _flag("is_causal", is_causal), _flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
@@ -193,6 +206,8 @@ def _check_transforms(installed: bool, compiled: bool, *tensors: Mask) -> None:
         got = "forward-mode differentiation"
     elif installed and transform() is not None:
         got = "a functorch transform"
+    elif installed and compiled and in_onnx_export():
+        got = "torch.onnx.export"
     elif installed and not compiled and dispatch_modes() > 0:
         got = "a torch dispatch mode"
     elif installed and not compiled and any(map(dispatches, tensors)):
@@ -201,13 +216,32 @@ def _check_transforms(installed: bool, compiled: bool, *tensors: Mask) -> None:
         _refuse(got, _unsupported, "expected plain tensors outside of transforms", got)
 
 
+def _check_speed(query: Tensor) -> None:
+    """Refuse tensors that PyTorch computes faster."""
+    if not route.home(query).in_place:
+        expected = "expected tensors that aule computes on in place"
+        _refuse(f"device {query.device.type}", DeviceMismatchError, expected, query.device)
+    if not route.has_fast_engine(query):
+        warn_without_engine()
+        _refuse("no CPU engine", _unsupported, "expected the CPU engine for CPU tensors", "none", _INSTALL)
+
+
+@cache
+def warn_without_engine() -> None:
+    """Say once that PyTorch computes attention on CPU tensors, which the user has asked aule for."""
+    text = f"aule passes attention on CPU tensors on to PyTorch, because there is no CPU engine: {_INSTALL}"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
         if tensor is None:
             continue
         if tensor.layout != torch.strided or tensor.is_nested:
-            got = "a nested tensor" if tensor.is_nested else f"the layout {tensor.layout}"
-            _refuse("layout", _unsupported, f"expected {name} to be a dense, strided tensor", got)
+            expected = f"expected {name} to be a dense, strided tensor"
+            if tensor.is_nested:
+                _refuse(NESTED, _unsupported, expected, "a nested tensor")
+            _refuse("layout", _unsupported, expected, f"the layout {tensor.layout}")
         if tensor.device.type == "meta":
             _refuse("device meta", DeviceMismatchError, f"expected {name} in memory", "a meta tensor")
         if tensor.device != query.device:
