@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("llvmlite", reason="the models beside this file need the CPU engine")
 
-from test_integrations_transformers import DECODERS, IDS, LEFT, pair  # noqa: E402
+from test_integrations_transformers import DECODERS, IDS, LEFT, SMALL, pair  # noqa: E402
 
 from aule.integrations import transformers as integration  # noqa: E402
 from aule.integrations.transformers_cache import AuleCache  # noqa: E402
@@ -131,6 +131,16 @@ def test_layers_of_another_kind_are_refused(make: Any, kind: str) -> None:
     config = make()
     with pytest.raises(aule.AuleError, match=rf"got {type(config).__name__} with layers of .*{kind}.*DynamicCache"):
         AuleCache(config, 32)
+
+
+def test_a_window_that_only_the_cache_knows_is_refused() -> None:
+    """Moshi's layers do not pass on their window: without transformers' own cache they would have none."""
+    config = transformers.MistralConfig(**{**SMALL, "sliding_window": 4})
+    cache = AuleCache(config, 32)
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+    marked, _ = cache.update(k, v, 0)
+    with pytest.raises(aule.AuleError, match="layer 0 to pass on its sliding window"):
+        integration.attention_forward(torch.nn.Module(), q, marked, v, None)
 
 
 def test_keys_shared_by_two_layers_are_refused() -> None:

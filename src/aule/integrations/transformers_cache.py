@@ -54,8 +54,9 @@ class AuleCache(Cache):  # type: ignore[misc]
     def __init__(self, config: Any, num_pages: int, *, page_size: int = 16, quantize: str | None = None) -> None:
         self._options = {"num_pages": num_pages, "page_size": page_size, "quantize": quantize}
         text = config.get_text_config(decoder=True)
-        _check_layers(text)
+        kinds = _layer_kinds(text)
         self._start(text.num_hidden_layers)
+        self._windows = {number for number, kind in enumerate(kinds) if kind == "sliding_attention"}
 
     @classmethod
     def over(cls, pool: KVCache, sequences: Sequence[int], lengths: Sequence[int] | None = None) -> AuleCache:
@@ -92,6 +93,7 @@ class AuleCache(Cache):  # type: ignore[misc]
         self._pads: list[int] = []  # padding before each sequence, which is not stored in the pages
         self._lengths: tuple[int, ...] | None = None
         self._offsets: Any = None
+        self._windows: set[int] = set()  # layers with a window by the model's configuration
         self._checked: list[Any] = []
         self.marked: tuple[int, int] | None = None  # the layer whose keys were marked and not taken, and calls before
 
@@ -136,6 +138,12 @@ class AuleCache(Cache):  # type: ignore[misc]
                 "several times, or shares them between layers, needs a DynamicCache",
             )
         self.marked = None
+        if layer in self._windows and sliding_window is None:
+            raise AuleError(
+                "AULE_ERROR_UNSUPPORTED",
+                f"[AuleCache] expected layer {layer} to pass on its sliding window, got none; a model whose window is "
+                "only in transformers' own cache needs a DynamicCache",
+            )
         pool = self._pool(key, value)
         window = None if sliding_window is None else (sliding_window - 1, 0)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
@@ -322,12 +330,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # the name in earlier versions
 
 
-def _check_layers(config: Any) -> None:
-    """Refuse models with layers that keep something else than keys and values of all tokens or of a window."""
+def _layer_kinds(config: Any) -> list[str]:
+    """Return the kind of each layer; refuse layers that keep something else than keys of all tokens or of a window."""
     try:
         from transformers.cache_utils import get_layer_types_and_kwargs
     except ImportError:  # earlier versions
-        kinds = getattr(config, "layer_types", None) or ()
+        kinds = getattr(config, "layer_types", None) or []
     else:
         kinds = get_layer_types_and_kwargs(config)[0]
     other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
@@ -338,6 +346,7 @@ def _check_layers(config: Any) -> None:
             f"[AuleCache] expected layers of full or sliding attention, got {type(config).__name__} with layers of "
             f"{names}; use a DynamicCache",
         )
+    return list(kinds)
 
 
 def _not_taken(layer: int, calls: int) -> AuleError:
