@@ -61,6 +61,7 @@ class _Kernel:
         self.config = config
         self.k = k = RowKernel(config, target)
         self.passes = k.passes
+        self.passes.kernel_masks = config.causal  # no row's band reaches past its end
         self.fuses = target.exact_fma  # large scores would lose digits as products that are rounded by themselves
         self.x_array = k.array("x")
         self.mask_array = k.array("mask") if config.mask else None

@@ -6,7 +6,7 @@ Each workgroup stores a row of partial sums; another kernel adds those up (`aule
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 from aule.ir import Builder, Value, Var
@@ -48,25 +48,28 @@ class ColumnSums:
 
     def add(self, parts: list[Part], terms: Sequence[Term]) -> None:
         """Add the terms of all rows at a part; rows that do not exist add nothing."""
-        rows, b = self.passes.rows, self.passes.rows.b
         number = parts[0].number
-        total = self.passes.load(parts[0], self.array, self.start) if number is None else self.sums[number].value
+        if number is not None:
+            self.sums[number].value = self._added(self.sums[number].value, terms)
+            return
+        terms = [part.masked_term(term, 0.0) for part, term in zip(parts, terms, strict=True)]
+        with self._where_inside(parts[0]):
+            self._store(parts[0], self._added(self.passes.load(parts[0], self.array, self.start), terms))
+
+    def _added(self, total: Value, terms: Sequence[Term]) -> Value:
+        """A sum with the terms of all rows that exist added."""
+        rows, b = self.passes.rows, self.passes.rows.b
 
         def counted(exists: Value | None, value: Value) -> Value:
             return value if exists is None else b.select(exists, value, self.zero)
 
         values = []
-        for part, exists, given in zip(parts, rows.exists, terms, strict=True):
-            term = given if number is not None else part.masked_term(given, 0.0)
+        for exists, term in zip(rows.exists, terms, strict=True):
             if isinstance(term, Product):
                 total = b.fma(counted(exists, term.x), counted(exists, term.y), total)
             else:
                 values.append(counted(exists, term))
-        total = fold(b, "add", [total, *values])
-        if number is None:
-            self._store_inside(parts[0], total)
-        else:
-            self.sums[number].value = total
+        return fold(b, "add", [total, *values])
 
     def finish(self) -> None:
         """Add up the workgroup's slots and store the sums, if they are in registers."""
@@ -95,14 +98,14 @@ class ColumnSums:
 
     def _store_all(self, f: Callable[[Part], Value]) -> None:
         def store(parts: list[Part], _: int) -> None:
-            self._store_inside(parts[0], f(parts[0]))
+            with self._where_inside(parts[0]):
+                self._store(parts[0], f(parts[0]))
 
         self.passes.walk(store)
 
-    def _store_inside(self, part: Part, value: Value) -> None:
-        """Store sums of a part, unless it is past the row's end."""
-        with self.passes.rows.b.if_(part.inside) if part.may_end and part.inside is not None else nullcontext():
-            self._store(part, value)
+    def _where_inside(self, part: Part) -> AbstractContextManager[None]:
+        """Run the body unless the part is past the row's end."""
+        return self.passes.rows.b.if_(part.inside) if part.may_end and part.inside is not None else nullcontext()
 
     def _store(self, part: Part, value: Value) -> None:
         if self.layout == "in_order":

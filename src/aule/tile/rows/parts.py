@@ -163,7 +163,7 @@ class Part:
     def masked(self, value: Value, otherwise: float) -> Value:
         """The value, with ``otherwise`` in lanes past the row's end."""
         b = self.passes.rows.b
-        if self.inside is None:
+        if self.inside is None or (self.may_end and self.passes.kernel_masks):
             return value
         return b.select(self.inside, value, b.const(otherwise, element(value.type)))
 

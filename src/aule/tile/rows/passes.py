@@ -33,6 +33,8 @@ class Passes:
         self.lane = rows.b.cast(rows.lane, element(length.type))
         self.prefetch: RowPrefetch | None = None
         """How rows are prefetched, if they are."""
+        self.kernel_masks = False
+        """The kernel masks columns past a row's end itself."""
         self._cache: dict[tuple[int, int, int, int], tuple[object, Value]] = {}
         self._scratch: dict[Derived, tuple[Value, int]] = {}
         self._passes = 0
