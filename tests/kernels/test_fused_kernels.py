@@ -247,8 +247,8 @@ def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
 
 
 def test_which_rows_lie_over_clusters() -> None:
-    """Gradients that exchange all numbers of a row at once, on devices with clusters and room for two blocks, of rows of
-    any length of a class; others are laid out as ever."""
+    """Gradients that exchange all numbers of a row at once, on devices with clusters and room for two blocks, of rows
+    of any length of a class; others are laid out as ever."""
     hopper = replace(HOPPER, max_shared_bytes=232448, max_cluster=8)
     small = replace(hopper, max_shared_bytes=65536)
     before = replace(hopper, max_cluster=1)
