@@ -1,11 +1,11 @@
-"""Checks every model family of transformers and diffusers with aule against its own attention, and writes the table.
+"""Checks every model family of transformers with aule against its own attention, and writes the table.
 
     python tools/check_models.py                     all families: docs/models.json, docs/models.md
     python tools/check_models.py --only llama,bloom  some of them, printed
     python tools/check_models.py --resume            only those that docs/models.json has no result of
     python tools/check_models.py --table             docs/models.md from docs/models.json
 
-Models are tiny and random (``model_configs.py``, ``diffusers_configs.py``) and run on the CPU in a child process, which
+Models are tiny and random (``model_configs.py``) and run on the CPU in a child process, which
 is started again after a crash or a family that takes too long. The exit status is 1 if a family is wrong.
 """
 
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.metadata
 import json
+import re
 import select
 import subprocess
 import sys
@@ -28,7 +30,7 @@ TABLE = ROOT / "docs" / "models.md"
 SECONDS = 180
 """What a family may take."""
 
-LIBRARIES = {"transformers": ("aule", "cache", "install"), "diffusers": ("backend", "processor", "install")}
+LIBRARIES = {"transformers": ("aule", "cache", "install")}
 """The ways in which each library is checked."""
 
 
@@ -51,14 +53,30 @@ def main() -> int:
             known = data["results"].setdefault(library, {})
             wanted = arguments.only.split(",") if arguments.only else _names(library)
             for name, result in _results(library, [n for n in wanted if n not in known]):
-                known[name] = result
+                known[name] = _short(result)
                 if arguments.only:
                     print(name, json.dumps(result))
                 else:
-                    DATA.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+                    _write(data)
     if not arguments.only:
         TABLE.write_text(table(data))
     return 1 if wrong(data) else 0
+
+
+def _short(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result without the inputs and without the remedies of errors, which are always the same."""
+    kept = {name: value for name, value in result.items() if name != "inputs"}
+    for name, found in kept.items():
+        if isinstance(found, dict) and "message" in found:
+            kept[name] = {**found, "message": found["message"].split(";")[0]}
+    return kept
+
+
+def _write(data: dict[str, Any]) -> None:
+    """Write the results, one family a line."""
+    text = json.dumps(data, indent=1, sort_keys=True)
+    text = re.sub(r"\n {4,}", " ", text)  # what is inside of a family
+    DATA.write_text(re.sub(r"\n {3}\}", " }", text) + "\n")
 
 
 def _empty() -> dict[str, Any]:
@@ -75,13 +93,7 @@ def _read() -> dict[str, Any]:
 
 
 def _checks(library: str) -> Any:
-    if library == "transformers":
-        import model_checks
-
-        return model_checks
-    import diffusers_checks
-
-    return diffusers_checks
+    return importlib.import_module({"transformers": "model_checks"}[library])
 
 
 def _names(library: str) -> list[str]:
@@ -147,8 +159,8 @@ def wrong(data: dict[str, Any]) -> list[str]:
 
 INTRODUCTION = """# Models
 
-Every family of transformers and diffusers of which a tiny random model could be made, with aule's attention against the
-library's own: outputs with and without padding, gradients, and `generate` where a class has it. Written by
+Every family of transformers of which a tiny random model could be made, with aule's attention against its own eager
+one: outputs with and without padding, gradients, and `generate` where a class has it. Written by
 `tools/check_models.py` on {date} with {versions}, on the CPU in float32.
 
 - **served**: aule computed attention, and the results agree (relative error below 1e-3).
@@ -164,8 +176,6 @@ COLUMNS = {
     "aule": '`attn_implementation="aule"`',
     "cache": "`AuleCache`",
     "install": "`aule.install()`",
-    "backend": '`set_attention_backend("aule")`',
-    "processor": "`AuleAttnProcessor`",
 }
 
 
@@ -201,8 +211,7 @@ def _counts(made: dict[str, Any], ways: tuple[str, ...], missing: int) -> str:
 
 def _cell(found: dict[str, Any]) -> str:
     star = " (*)" if found.get("reference") == "sdpa" else ""
-    warned = " (warns)" if found.get("warned") else ""
-    return f"{found.get('verdict', '')}{star}{warned}"
+    return f"{found.get('verdict', '')}{star}"
 
 
 if __name__ == "__main__":

@@ -51,8 +51,10 @@ def test_the_check_can_fail(checks: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         return original(*args[:4], None, **{**kwargs, "is_causal": False})
 
     original = checks.integration.attention_forward
-    monkeypatch.setattr(checks.integration, "attention_forward", without_mask)
-    found = checks.check("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(checks.integration, "attention_forward", without_mask)
+        found = checks.check("llama")
+    checks.integration.register()
     assert found["aule"]["verdict"] == "wrong" and found["aule"]["error"] > 0.1, found
 
 

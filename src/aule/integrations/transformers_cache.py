@@ -56,7 +56,7 @@ class AuleCache(Cache):  # type: ignore[misc]
         text = config.get_text_config(decoder=True)
         kinds = _layer_kinds(text)
         self._start(text.num_hidden_layers)
-        self._windows = {number for number, kind in enumerate(kinds) if kind == "sliding_attention"}
+        self._windows.update(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
 
     @classmethod
     def over(cls, pool: KVCache, sequences: Sequence[int], lengths: Sequence[int] | None = None) -> AuleCache:
