@@ -22,7 +22,9 @@ sys.path.insert(0, str(TOOLS))
 import fuzz  # noqa: E402
 from fuzzing import report, space  # noqa: E402
 
-SEED = 22
+SEED = 2419
+"""Its first families of attention are PyTorch's function, packed sequences and gradients, of three types, and small
+enough that their kernels compile quickly."""
 
 
 def run(folder: Path, **options: Any) -> int:
@@ -38,11 +40,13 @@ def check(folder: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> N
 
 
 @pytest.mark.device
-@pytest.mark.parametrize(("ops", "cases"), [("attention", 150), ("rows", 60), ("decode", 40), ("cache", 20)])
-def test_on_the_cpu(ops: str, cases: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("ops", "cases", "together"), [("attention", 150, 50), ("rows", 60, 6), ("decode", 40, 20), ("cache", 20, 10)]
+)
+def test_on_the_cpu(ops: str, cases: int, together: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     devices.need("cpu")
-    check(tmp_path, capsys, ops=ops, cases=cases, backend="cpu", together=30)
+    check(tmp_path, capsys, ops=ops, cases=cases, backend="cpu", together=together)
 
 
 @pytest.mark.device
