@@ -22,9 +22,7 @@ sys.path.insert(0, str(TOOLS))
 import fuzz  # noqa: E402
 from fuzzing import report, space  # noqa: E402
 
-SEED = 2419
-"""Its first families of attention are PyTorch's function, packed sequences and gradients, of three types, and small
-enough that their kernels compile quickly."""
+SEED = 22
 
 
 def run(folder: Path, **options: Any) -> int:
@@ -41,7 +39,7 @@ def check(folder: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> N
 
 @pytest.mark.device
 @pytest.mark.parametrize(
-    ("ops", "cases", "together"), [("attention", 150, 50), ("rows", 60, 6), ("decode", 40, 20), ("cache", 20, 10)]
+    ("ops", "cases", "together"), [("attention", 90, 30), ("rows", 60, 30), ("decode", 40, 30), ("cache", 20, 30)]
 )
 def test_on_the_cpu(ops: str, cases: int, together: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
