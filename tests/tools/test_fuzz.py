@@ -38,11 +38,13 @@ def check(folder: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> N
 
 
 @pytest.mark.device
-@pytest.mark.parametrize(("ops", "cases"), [("attention", 150), ("rows", 60), ("decode", 40), ("cache", 20)])
-def test_on_the_cpu(ops: str, cases: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("ops", "cases", "together"), [("attention", 90, 30), ("rows", 60, 30), ("decode", 40, 30), ("cache", 20, 30)]
+)
+def test_on_the_cpu(ops: str, cases: int, together: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     devices.need("cpu")
-    check(tmp_path, capsys, ops=ops, cases=cases, backend="cpu", together=30)
+    check(tmp_path, capsys, ops=ops, cases=cases, backend="cpu", together=together)
 
 
 @pytest.mark.device

@@ -220,7 +220,7 @@ def flash_attention(case: Case) -> Trial:
         if leaves:
             dout = trial.arrays["dout"].view.storage
             dout = dout.reshape(out_shape)
-            found = bounds.gradients(expect_gradients(problem, dout, **given))
+            found = bounds.gradients(expect_gradients(problem, dout, **given), dout)
             found = {name: reshaped(one, trial.arrays[name[1:]].shape) for name, one in found.items()}
             results |= found | extra_gradients(trial, problem, Inputs(**given), dout)
         return results
@@ -294,7 +294,7 @@ def varlen(case: Case) -> Trial:
             results["lse"] = reshaped(found["lse"], (heads, total_q))
         if leaves:
             dout = trial.arrays["dout"].view.storage.swapaxes(0, 1)[None]
-            grads = bounds.gradients(expect_varlen_gradients(problem, operands, dout))
+            grads = bounds.gradients(expect_varlen_gradients(problem, operands, dout), dout)
             results |= {name: packed(one) for name, one in grads.items()}
         return results
 

@@ -19,6 +19,7 @@ from aule.ops.attention.reference import (
     tolerance,
 )
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, gradient_tolerance
+from aule.ops.softmax.dropout import keep_scale
 from fuzzing.trial import Array, Trial, Wanted
 
 Case = dict[str, Any]
@@ -37,8 +38,11 @@ class Bounds:
             sizes = [float(np.max(np.abs(to_f64(arrays[x], problem.dtype)), initial=0.0)) for x in "qk"]
             scores = sizes[0] * sizes[1] * problem.head_dim**0.5 * abs(problem.scale)
             self.slack = 4 * EPS.get(problem.dtype, 2.0**-23) * scores
-        values = np.abs(to_f64(arrays["v"], problem.dtype))
-        self.largest = float(np.max(values[np.isfinite(values)], initial=0.0))
+            if problem.rope is not None:  # q and k are rounded again when they are rotated
+                self.slack = max(self.slack, HALF_EPS.get(problem.dtype, 0.0) * scores)
+        finite = {name: np.abs(to_f64(arrays[name], problem.dtype)) for name in "qkv"}
+        self.sizes = {name: float(np.max(x[np.isfinite(x)], initial=0.0)) for name, x in finite.items()}
+        self.largest = self.sizes["v"]
 
     def results(self, found: Expected) -> dict[str, Wanted]:
         """``out`` and ``lse`` in the oracle's shape."""
@@ -55,10 +59,21 @@ class Bounds:
             "lse": Wanted(found.lse, relative * size + self.slack, "f32", lost, loose),
         }
 
-    def gradients(self, found: ExpectedGradients) -> dict[str, Wanted]:
-        result = {}
+    def gradients(self, found: ExpectedGradients, dout: Array) -> dict[str, Wanted]:
+        """``dq``, ``dk`` and ``dv`` in the oracle's shape.
+
+        dS is the difference of two dot products, which may be equal. What rounding their terms costs is a limit too:
+        of fp32 the terms themselves, of half precision the output, from which delta is computed.
+        """
+        result, problem = {}, self.problem
+        terms = float(np.max(np.abs(to_f64(dout, problem.dtype)).sum(-1), initial=0.0)) * self.largest
+        terms *= 2 * EPS.get(problem.dtype, 2.0**-23) * abs(problem.scale) * keep_scale(problem.dropout_p)
         for name in NAMES:
-            limit = gradient_tolerance(self.problem, name, found) + 2 * self.slack * found.magnitude[name]
+            limit = gradient_tolerance(problem, name, found)
+            rounding = HALF_EPS.get(problem.dtype, 0.0) / 2 * found.magnitude[name]
+            if name != "dv":
+                rounding = max(rounding, terms * self.sizes["k" if name == "dq" else "q"])
+            limit = max(limit, rounding) + 2 * self.slack * found.magnitude[name]
             result[name] = Wanted(found.reference[name], limit, self.problem.dtype)
         return result
 

@@ -106,6 +106,8 @@ def test_in_place() -> None:
         found = aule.rope(x, np.cos(angles), np.sin(angles), inplace=True, backend=backend)
         assert found is x
         np.testing.assert_array_equal(x, want)
+        empty = np.empty((2, 0, 6), np.float32)
+        assert aule.rope(empty, angles[:0], angles[:0], inplace=True, backend=backend) is empty
     x.flags.writeable = False
     with pytest.raises(aule.InvalidArgumentError, match="expected x to be writable"):
         aule.rope(x, np.cos(angles), np.sin(angles), inplace=True)

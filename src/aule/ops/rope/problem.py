@@ -80,7 +80,8 @@ def bind_rope(op: str, views: Mapping[str, TensorView], options: Mapping[str, An
         eps=checked_eps(op, options["eps"]) if "eps" in options else None,
         inplace=checked_flag(op, "inplace", options.get("inplace", False)) and "dy" not in views,
     )
-    if problem.inplace and any(n > 1 and step == 0 for n, step in zip(x.shape, x.strides, strict=True)):
+    spread = any(n > 1 and step == 0 for n, step in zip(x.shape, x.strides, strict=True))
+    if problem.inplace and spread and 0 not in x.shape:  # NumPy's empty arrays have strides of 0
         raise InvalidArgumentError(
             f"[{op}] expected x with memory for every element, got a broadcast array; copy it first, or leave inplace "
             "out"
