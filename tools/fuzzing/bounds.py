@@ -26,6 +26,8 @@ Case = dict[str, Any]
 EPS = {"f64": 2.0**-52}
 """Of sums; 2**-23 for all other types."""
 HALF_EPS = {"f16": 2.0**-10, "bf16": 2.0**-7}
+LEAST = {"f16": 2.0**-25}
+"""What rounding an output costs at least, however small it is: half of the smallest subnormal number."""
 
 
 class Bounds:
@@ -66,8 +68,9 @@ class Bounds:
         of fp32 the terms themselves, of half precision the output, from which delta is computed.
         """
         result, problem = {}, self.problem
-        terms = float(np.max(np.abs(to_f64(dout, problem.dtype)).sum(-1), initial=0.0)) * self.largest
-        terms *= 2 * EPS.get(problem.dtype, 2.0**-23) * abs(problem.scale) * keep_scale(problem.dropout_p)
+        rows = row_sums(dout, problem.dtype)
+        terms = 2 * EPS.get(problem.dtype, 2.0**-23) * rows * self.largest + LEAST.get(problem.dtype, 0.0) * rows
+        terms *= abs(problem.scale) * keep_scale(problem.dropout_p)
         for name in NAMES:
             limit = gradient_tolerance(problem, name, found)
             rounding = HALF_EPS.get(problem.dtype, 0.0) / 2 * found.magnitude[name]
@@ -76,6 +79,11 @@ class Bounds:
             limit = max(limit, rounding) + 2 * self.slack * found.magnitude[name]
             result[name] = Wanted(found.reference[name], limit, self.problem.dtype)
         return result
+
+
+def row_sums(dout: Array, dtype: str) -> float:
+    """The largest sum of a row's absolute values."""
+    return float(np.max(np.abs(to_f64(dout, dtype)).sum(-1), initial=0.0))
 
 
 def score_gradients(problem: AttentionProblem, inputs: Inputs, dout: Array) -> tuple[dict[str, Array], float]:
@@ -121,6 +129,7 @@ def extra_gradients(trial: Trial, problem: AttentionProblem, inputs: Inputs, dou
             if problem.dtype == "f64":
                 eps = 1e-5 if one.dtype == "f32" else 1e-12
             limit = 2 * eps * (size * terms**0.5 + float(np.max(np.abs(exact), initial=0.0)))
+            limit += 2 * LEAST.get(problem.dtype, 0.0) * row_sums(dout, problem.dtype) * terms**0.5
             wanted[f"d{name}"] = Wanted(exact, limit, one.dtype)
     return wanted
 
