@@ -394,8 +394,8 @@ def _keywords(op: str, options: _Options) -> dict[str, Any]:
         remedy = "the probabilities are never stored; aule.flash_attention gives the log-sum-exp with return_lse=True"
         raise _unsupported(op, "return_attn_probs=False", "True", remedy)
     sides = options.window_size
-    if isinstance(sides, torch.Tensor):  # flash-attn's own tests pass one
-        sides = sides.tolist()
+    if isinstance(sides, torch.Tensor) and sides.layout is torch.strided and not (sides.is_meta or sides.is_nested):
+        sides = sides.tolist()  # flash-attn's own tests pass a tensor
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise InvalidArgumentError(
             f"[{op}] expected window_size as (left, right), got {sides!r}; pass -1 for an open side"
