@@ -223,7 +223,7 @@ def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: W
     # Sums of 16-bit numbers are twice as wide as the rows.
     most = 0 if sums and elem.bytes < f32.bytes else limits["row_bytes"][sums]
     batch = limits["batch"] if (sums or work.columns) and length * elem.bytes > most else 1
-    width = min(lanes, 1 << (length.bit_length() - 1))  # a row has at least one vector
+    width = min(lanes, 1 << (max(length, 1).bit_length() - 1))  # a row has at least one vector
     unroll = tuning.use(target, "rows.cpu.unroll")["one_row" if batch == 1 else "batch"]
     passes = PassShape(width, tail=width > 1, unroll=unroll)
     return RowShape(batch=batch, loops=True, exact=rows % batch == 0), passes
