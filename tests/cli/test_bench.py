@@ -46,7 +46,7 @@ def test_the_cpu_beside_pytorch(
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("backend", ["vulkan", "opencl"])
+@pytest.mark.parametrize("backend", ["vulkan"])
 def test_a_device_without_pytorch(
     backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
