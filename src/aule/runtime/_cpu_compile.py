@@ -63,9 +63,11 @@ class _Child:
         """End the child if it is still running, and return what it printed last."""
         self._process.kill()
         self._process.wait()
-        self._printed.seek(0)
-        lines = self._printed.read().decode(errors="replace").strip().splitlines()
-        self._close_files()
+        lines = []
+        if not self._printed.closed:  # else it was ended before
+            self._printed.seek(0)
+            lines = self._printed.read().decode(errors="replace").strip().splitlines()
+            self._close_files()
         return lines[-1] if lines else f"exit status {self._process.returncode}"
 
     def close(self) -> None:
