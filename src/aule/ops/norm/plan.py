@@ -19,14 +19,12 @@ from aule.ops.rows.layout import (
     overlaps_launch,
     rounds_fused,
     row_grid,
-    specialises,
     streams,
     sums_layout,
 )
 from aule.ops.rows.views import (
     RowOperand,
     common_width,
-    fixed_scalars,
     needs_index64,
     row_layout,
     row_operands,
@@ -94,7 +92,6 @@ def norm_step(
         operands = (*operands, ("statistics", RowOperand(problem.work)))
     scalars = layout.scalars | view_scalars(views)
     scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "sums": problem.length}
-    dense = layout.dense(problem.length) and all(view.offset == 0 for view in views.values())
     config = NormConfig(
         name=name,
         center=problem.center,
@@ -110,6 +107,5 @@ def norm_step(
         awaits=overlaps_launch(target, shape),
         fused_rounding=rounds_fused(target, kind.columns, work),
         sums=sums_layout(target, passes) if sums else "in_order",
-        fixed=fixed_scalars(scalars) if dense and kind.exact and specialises(target, kind.columns, work) else (),
     )
     return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials})

@@ -46,8 +46,6 @@ class RowConfig:
         Rows that are read are the last that the second-level cache evicts.
     fused_rounding : bool
         Results are rounded by a fused operation (`KernelIR.arithmetic`).
-    fixed : tuple of (str, int or float)
-        Scalars compiled into the kernel (`Parameters`).
     sums : str
         Layout of partial sums of columns in memory.
     awaits : bool
@@ -65,7 +63,6 @@ class RowConfig:
     awaits: bool = False
     evict_last: bool = False
     fused_rounding: bool = False
-    fixed: tuple[tuple[str, int | float], ...] = ()
     sums: SumsLayout = "in_order"
 
     def has(self, name: str) -> bool:
@@ -94,7 +91,7 @@ class RowKernel:
             self.b.launch_next()
         index: Scalar = i64 if self.cpu or config.index64 else i32
         self.column = i64 if self.cpu else i32
-        self.p = Parameters(self.b, index, dict(config.fixed))
+        self.p = Parameters(self.b, index)
         self.work = work_type(SCALARS[config.dtype])
         self._operands = dict(config.operands)
         self._axes: dict[int, tuple[Value, list[Value]]] = {}

@@ -56,7 +56,7 @@ def _choose_gpu_rows(
         full = width * size == COPIED_BYTES and length * size + 2 * _RESERVED <= target.max_shared_bytes
         hints = replace(hints, in_shared=hints.in_shared and full and narrow, narrow=hints.narrow and narrow)
         return _over_cluster(target, kind, rows, hints)
-    summing = choose_sums(target, length, work, rows, kind.exact) if work.copied else usual_sums()
+    summing = choose_sums(target, length, work, rows) if work.copied else usual_sums()
     if summing.narrow and not narrow:
         summing = usual_sums()
     shape, passes = _over_cluster(target, kind, rows, summing)
@@ -93,11 +93,10 @@ def _can_combine_sums(target: Target, dtype: str, rows: int, shape: RowShape, pa
     return paired and alike and room and enough
 
 
-def choose_sums(target: Target, length: int, work: Work, rows: int = 0, exact: bool = True) -> SumTuning:
+def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTuning:
     """The hints for kernels with sums of columns, which are gradients of norms."""
     facts = {
         "length": length,
-        "exact": exact,
         "sums": work.sums,
         "arrays": len(work.copied),
         "mixed": len(set(work.copied)) > 1,
@@ -256,11 +255,6 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         least, of = tuning.number(target, "rows.even_groups")
         groups = even if of * even >= least * groups else groups
     return (min(blocks, groups) * shape.cluster, 1, 1)
-
-
-def specialises(target: Target, length: int, work: Work) -> bool:
-    """Whether kernels over rows without gaps have strides and lengths compiled in."""
-    return bool(tuning.number(target, "rows.specialised", **_norm_facts(target, length, work)))
 
 
 def sums_layout(target: Target, passes: PassShape) -> SumsLayout:

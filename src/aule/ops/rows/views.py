@@ -26,10 +26,6 @@ class RowLayout:
     sizes: tuple[int, ...]
     strides: Mapping[str, tuple[int, ...]]
 
-    def dense(self, length: int) -> bool:
-        """Whether rows of ``length`` columns follow each other without gaps, in all arrays."""
-        return len(self.sizes) == 1 and all(strides == (length,) for strides in self.strides.values())
-
     @property
     def scalars(self) -> dict[str, int | float]:
         numbers: dict[str, int | float] = {"rows": math.prod(self.sizes)}
@@ -79,11 +75,6 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
         numbers[f"{name}_offset"] = view.offset
         numbers[f"{name}_col_stride"] = view.strides[-1]
     return numbers
-
-
-def fixed_scalars(scalars: Mapping[str, int | float]) -> tuple[tuple[str, int | float], ...]:
-    """All scalars except the number of rows, which differs between calls: for `RowConfig.fixed`."""
-    return tuple((name, number) for name, number in scalars.items() if name != "rows")
 
 
 def extent(view: TensorView) -> int:

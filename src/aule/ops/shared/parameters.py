@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from aule.ir import Builder, Value
@@ -19,19 +18,15 @@ def workgroup_number(b: Builder) -> Value:
 class Parameters:
     """The parameters of one kernel.
 
-    ``index`` is the type of indices into memory; ``fixed`` are numbers, by name, that are the same in all calls and
-    become constants.
+    ``index`` is the type of indices into memory.
     """
 
-    def __init__(self, b: Builder, index: Scalar = i64, fixed: Mapping[str, int | float] | None = None) -> None:
+    def __init__(self, b: Builder, index: Scalar = i64) -> None:
         self.b, self.index = b, index
-        self._fixed = fixed or {}
         self._known: dict[str, Value] = {}
 
     def number(self, name: str, type_: Scalar = i32) -> Value:
         """A scalar parameter, declared once."""
-        if name in self._fixed:
-            return self.b.const(self._fixed[name], type_)
         if name not in self._known:
             self._known[name] = self.b.scalar(name, type_)
         return self._known[name]
