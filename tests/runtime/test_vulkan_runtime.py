@@ -191,7 +191,8 @@ def run_python(text: str, **environment: str) -> str:
 
 def test_enumeration_and_target() -> None:
     assert [d.index for d in DEVICES] == list(range(len(DEVICES)))
-    assert vulkan.devices()[0] is DEVICES[0]
+    # not DEVICES itself: a test that ran before in this process may have lost a device, which is made anew
+    assert [a is b for a, b in zip(vulkan.devices(), vulkan.devices(), strict=True)] == [True] * len(DEVICES)
     for d in DEVICES:
         t = d.target
         assert t.backend == "vulkan" and t.name and t.driver
