@@ -87,7 +87,7 @@ def attention_views(operands: Operands, out: TensorView) -> dict[str, TensorView
         view = getattr(operands, name)
         if view is not None:
             views[name] = view
-    return views
+    return {**views, **operands.captured}
 
 
 # -- arrays on the device ----------------------------------------------------------------------------------------------

@@ -104,6 +104,11 @@ class Builder:
         self._body: list[Op] = []
         self._block = self._body
 
+    @property
+    def block(self) -> object:
+        """The block that operations are appended to: values of one block can be used again in it, as its key says."""
+        return self._block
+
     def finish(self) -> KernelIR:
         """The kernel traced so far."""
         return KernelIR(

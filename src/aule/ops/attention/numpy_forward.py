@@ -15,6 +15,9 @@ import numpy.typing as npt
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.rope.tables import rotate
+from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
+from aule.ops.scores.functions.evaluate import Evaluator
+from aule.ops.scores.functions.program import BoundFunction
 from aule.ops.shared.elements import as_float, stored
 from aule.ops.softmax.dropout import keep_scale, kept
 from aule.view import TensorView
@@ -70,6 +73,8 @@ class _Forward:
         self.lse = None if lse is None else _split_heads(lse, problem)
         self.mask, self.bias = (_score_reader(view, problem) for view in (operands.mask, operands.bias))
         self.slopes = None if operands.alibi is None else _split_heads(operands.alibi.storage, problem)
+        self.score_mod = _evaluator(problem.score_mod, SCORE_FUNCTION, operands)
+        self.mask_mod = _evaluator(problem.mask_mod, MASK_FUNCTION, operands)
         self.sinks = None if operands.sinks is None else operands.sinks.storage.reshape(-1, problem.group)
 
         self.seed = None if operands.seed is None else operands.seed.storage.view(np.uint32)
@@ -139,7 +144,13 @@ class _Forward:
             if keep is not None and not keep.any():
                 continue
             near = slice(keys.start - offset, keys.stop - offset)
-            s = self._scores(head, count, q, k[:, :, near], keep, terms)
+            s = self._scores(head, count, q, k[:, :, near], terms)
+            by_head = s.reshape(*head[:2], p.group, count, -1)
+            if self.score_mod is not None:
+                by_head[:] = self.score_mod(score=by_head, **self._places(b, h, rows, keys))
+            if keep is not None:
+                # Overwritten, not added to: a dropped key may hold NaN.
+                np.copyto(by_head, -np.inf, where=~keep)
             highest = np.maximum(m, s.max(axis=-1, keepdims=True))
             # A row that has kept nothing so far: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
             level = np.where(highest == -np.inf, 0, highest)
@@ -155,9 +166,7 @@ class _Forward:
             m = highest
         return acc, m, total
 
-    def _scores(
-        self, head: tuple[int, ...], count: int, q: Array, k: Array, keep: Array | None, terms: list[Array]
-    ) -> Array:
+    def _scores(self, head: tuple[int, ...], count: int, q: Array, k: Array, terms: list[Array]) -> Array:
         p = self.problem
         keys = k.shape[2]
         s = self.scores[: head[0] * head[1] * head[2] * keys].reshape(*head, keys)
@@ -168,10 +177,12 @@ class _Forward:
         by_head = s.reshape(*head[:2], p.group, count, keys)
         for term in terms:
             by_head += term
-        if keep is not None:
-            # Overwritten, not added to: a dropped key may hold NaN.
-            np.copyto(by_head, -np.inf, where=~keep)
         return s
+
+    def _places(self, b: slice, h: slice, rows: slice, keys: slice) -> dict[str, Array]:
+        """Batch, head, query and key of a tile's scores, for the user's functions."""
+        batches, heads, members, queries, columns = np.ogrid[b, h, : self.problem.group, rows, keys]
+        return {"batch": batches, "head": heads * self.problem.group + members, "query": queries, "key": columns}
 
     def _product(self, s: Array, v: Array, keep: Array | None, count: int) -> Array:
         part = self.partial[: s.size // s.shape[-1] * v.shape[-1]].reshape(*s.shape[:-1], v.shape[-1])
@@ -219,6 +230,9 @@ class _Forward:
                 values = values != -np.inf
             if not values.all():
                 keep = values if keep is None else keep & values
+        if self.mask_mod is not None:
+            kept_keys = self.mask_mod(**self._places(b, h, rows, keys))
+            keep = kept_keys if keep is None else keep & kept_keys
         return keep, terms
 
     def _band(self, ahead: int, count: int, length: int) -> Array:
@@ -244,6 +258,14 @@ class _Forward:
         """Whether every row keeps every one of the keys, as far as causality and window say."""
         first, last = rows.start + self.problem.shift, rows.stop - 1 + self.problem.shift
         return bool(keys.start >= last - self.left and keys.stop <= first + self.right + 1)
+
+
+def _evaluator(function: BoundFunction | None, name: str, operands: Operands) -> Evaluator | None:
+    """A user's function with the arrays it captured."""
+    if function is None:
+        return None
+    views = [operands.captured[f"{name}{i}"] for i in range(len(function.program.arrays))]
+    return Evaluator(function, [as_float(x.storage, x.dtype) if x.dtype == "bf16" else x.storage for x in views])
 
 
 def _score_reader(view: TensorView | None, problem: AttentionProblem) -> Callable[..., Array] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aule.ops.rope.tables import Rope
+from aule.ops.scores.functions.program import BoundFunction
 
 UNBOUNDED = -1
 """A window side without a limit."""
@@ -24,10 +25,11 @@ class AttentionProblem:
        differ by ``t - j`` (`rope_starts`)
     2. ``s = softcap * tanh(s / softcap)`` when ``softcap > 0``
     3. ``s += mask[i, j]`` (additive) ``+ bias[i, j] - slope * |t - j|``, each where present
-    4. kept only when ``j <= t`` (causal), ``t - left <= j <= t + right`` (window) and ``mask[i, j]`` (boolean);
-       an additive mask or bias of exactly -inf also drops the key
-    5. softmax over the kept keys and, where ``sinks``, one further logit per head that has no value
-    6. weights are dropped where ``dropout_p > 0``, the others multiplied by ``1 / (1 - dropout_p)``, with the chance as
+    4. ``s = score_mod(s, batch, head, i, j)``
+    5. kept only when ``j <= t`` (causal), ``t - left <= j <= t + right`` (window), ``mask[i, j]`` (boolean) and
+       ``mask_mod(batch, head, i, j)``; an additive mask or bias of exactly -inf also drops the key
+    6. softmax over the kept keys and, where ``sinks``, one further logit per head that has no value
+    7. weights are dropped where ``dropout_p > 0``, the others multiplied by ``1 / (1 - dropout_p)``, with the chance as
        `dropout` rounds it
     """
 
@@ -49,6 +51,10 @@ class AttentionProblem:
     bias: str | None = None
     """dtype of the additive bias, or None."""
     alibi: bool = False
+    score_mod: BoundFunction | None = None
+    """A user's function of the scores; its captured arrays are operands."""
+    mask_mod: BoundFunction | None = None
+    """A user's function that says which keys are kept."""
     sinks: bool = False
     return_lse: bool = False
     deterministic: bool = False
@@ -99,9 +105,16 @@ class AttentionProblem:
         return left, right
 
     @property
+    def has_functions(self) -> bool:
+        """Whether functions of the user modify or drop scores."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
     def modifiers(self) -> int:
         """Steps beside the products, band and softmax: each costs a kernel registers."""
-        return sum(map(bool, (self.mask, self.bias, self.alibi, self.softcap, self.dropout_p, self.rope)))
+        functions = self.score_mod, self.mask_mod
+        given = (self.mask, self.bias, self.alibi, self.softcap, self.dropout_p, self.rope, *functions)
+        return sum(map(bool, given))
 
     @property
     def group(self) -> int:

@@ -7,8 +7,8 @@ precision. A backend may err twice as much as the twin (fp16, bf16) or by 1e-5 o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,10 @@ import numpy.typing as npt
 
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.rope.tables import exactly, rotate
+from aule.ops.scores.functions.differentiate import derivatives
+from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
+from aule.ops.scores.functions.evaluate import Evaluator
+from aule.ops.scores.functions.program import BoundFunction
 from aule.ops.softmax.dropout import keep_scale, kept
 
 Array = npt.NDArray[Any]
@@ -62,6 +66,8 @@ class Inputs:
         The words of the seed (`aule.ops.softmax.dropout.seed_words`), if the problem drops weights.
     cos, sin : ndarray, optional
         ``[positions, rope.half]``, with leading axes that broadcast to ``[batch, 1]``.
+    captured : mapping
+        Arrays that the user's functions capture, by buffer name.
     """
 
     q: Array
@@ -74,10 +80,11 @@ class Inputs:
     seed: Array | None = None
     cos: Array | None = None
     sin: Array | None = None
+    captured: Mapping[str, Array] = field(default_factory=dict)
 
 
 def attention_reference(
-    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Array | None
+    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Any
 ) -> tuple[F64, F64]:
     """Attention as `AttentionProblem` defines it, in fp64.
 
@@ -105,13 +112,14 @@ def attention_reference(
                 s = problem.softcap * np.tanh(s / problem.softcap)
             for term in rows.terms:
                 s = s + term
+            s = rows.functions.modified(s)
             p, lse[rows.where] = softmax(s, rows.keep, rows.sink)
             out[rows.where] = _product(p * rows.factor, rows.v, rows.keep)
     return out, lse
 
 
 def attention_twin(
-    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Array | None
+    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Any
 ) -> tuple[F64, F64]:
     """Naive attention in the problem's own precision, whose error is the measure of `tolerance`.
 
@@ -133,6 +141,7 @@ def attention_twin(
                 s = rounded(rounded(np.tanh(rounded(s / work(problem.softcap)))) * work(problem.softcap))
             for term in rows.terms:
                 s = rounded(s + rounded(term))
+            s = rounded(rows.functions.modified(s).astype(work))
             p, lse[rows.where] = softmax(s, rows.keep, float(rounded(np.asarray(rows.sink))))
             p = rounded(rounded(p) * rows.factor)
             out[rows.where] = rounded(_product(p, rows.v.astype(work), rows.keep))
@@ -212,9 +221,7 @@ class Expected:
     """Only if q and k are rotated in half precision, whose products may take them rounded."""
 
 
-def expect(
-    problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Array | None
-) -> Expected:
+def expect(problem: AttentionProblem, q: Array, k: Array, v: Array, *, first_batch: int = 0, **extra: Any) -> Expected:
     """Reference, and twin where the tolerance needs one; arguments as in `attention_reference`."""
     out, lse = attention_reference(problem, q, k, v, first_batch=first_batch, **extra)
     if problem.dtype not in _MANTISSA_BITS:
@@ -295,6 +302,43 @@ class HeadRows:
     sink: float
     factor: F64 | float
     """What dropout multiplies the weights by."""
+    functions: Functions
+    """The user's functions at these rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Functions:
+    """The user's functions at some rows of one head and all keys."""
+
+    problem: AttentionProblem
+    captured: Mapping[str, Array]
+    where: tuple[int, int, slice]
+
+    def _at(self, function: BoundFunction, name: str, **inputs: Any) -> Array:
+        kinds = enumerate(function.program.arrays)
+        given = [(self.captured[f"{name}{i}"], kind.dtype) for i, kind in kinds]
+        arrays = [to_f64(x, dtype) if dtype == "bf16" else x for x, dtype in given]
+        b, h, rows = self.where
+        query, key = np.arange(rows.start, rows.stop)[:, None], np.arange(self.problem.seq_kv)[None]
+        found = Evaluator(function, arrays, exact=True)(batch=b, head=h, query=query, key=key, **inputs)
+        return np.broadcast_to(found, (rows.stop - rows.start, self.problem.seq_kv))
+
+    def modified(self, s: Array) -> Array:
+        """Scores after the user's function of scores."""
+        mod = self.problem.score_mod
+        return s if mod is None else self._at(mod, SCORE_FUNCTION, score=s)
+
+    def slope(self, s: Array) -> Array | float:
+        """The derivative of `modified`."""
+        mod = self.problem.score_mod
+        if mod is None:
+            return 1.0
+        return self._at(replace(mod, program=derivatives(mod.program)), SCORE_FUNCTION, score=s)
+
+    def keep(self) -> Array | bool:
+        """Which keys the user's mask function keeps."""
+        mod = self.problem.mask_mod
+        return True if mod is None else self._at(mod, MASK_FUNCTION)
 
 
 def head_rows(
@@ -345,7 +389,8 @@ def head_rows(
                 kept_weights = kept(p.dropout_p, inputs.seed, number, rows, slice(0, p.seq_kv))
                 factor = np.where(kept_weights, keep_scale(p.dropout_p), 0.0)
             q64 = angles.rotate(to_f64(q[where], p.dtype), b, p.rope_starts[0] + start, rounded)
-            yield HeadRows(where, q64, k64, v64, keep, tuple(terms), sink, factor)
+            functions = Functions(p, inputs.captured, where)
+            yield HeadRows(where, q64, k64, v64, keep & functions.keep(), tuple(terms), sink, factor, functions)
 
 
 class Angles:

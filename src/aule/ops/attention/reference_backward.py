@@ -38,7 +38,7 @@ class ExpectedGradients:
 
 
 def expect_gradients(
-    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, first_batch: int = 0, **extra: Array | None
+    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, first_batch: int = 0, **extra: Any
 ) -> ExpectedGradients:
     """Gradients of ``sum(dout * attention(q, k, v))``.
 
@@ -88,6 +88,8 @@ def _gradients(
             bend = np.where(part.keep, bend, work(0))  # a dropped key's may be NaN, and its weight is 0
             for term in part.terms:
                 s = rounded(s + rounded(term))
+            slope = np.where(part.keep, part.functions.slope(s), 0.0).astype(work)
+            s = rounded(part.functions.modified(s).astype(work))
             weights = rounded(softmax(s, part.keep, part.sink)[0])
             v_kept = np.where(np.isfinite(part.v), part.v, 0).astype(work)
             dropped = rounded(weights * part.factor)
@@ -95,7 +97,7 @@ def _gradients(
             # As in every flash attention, delta comes from the output, rounded to the problem's precision. In fp64 it
             # equals the sum of weights * dp.
             delta = (do * rounded(dropped @ v_kept)).sum(axis=1, keepdims=True)
-            ds = rounded(weights * (dp - delta) * (1 - bend * bend))
+            ds = rounded(np.where(weights == 0, 0, weights * (dp - delta) * (1 - bend * bend) * slope))
             k_kept = np.where(np.isfinite(part.k), part.k, 0).astype(work)
             dq = rounded(rounded(ds @ k_kept) * work(p.scale))
             dk = rounded(rounded(ds.T @ part.q.astype(work)) * work(p.scale))

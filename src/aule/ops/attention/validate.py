@@ -6,8 +6,8 @@ It runs on the first call of a signature only, so it favours clear messages over
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
@@ -57,6 +57,8 @@ class Operands:
     cu_q, cu_k : TensorView or None
         i32 ``[batch + 1]``, where sequences are packed: the rows of q, and of k and v, at which they begin, and where
         the last one ends. q, k and v then have a batch axis of length 1.
+    captured : mapping
+        Arrays that the user's functions capture, by buffer name.
     rank : int
         Number of axes the caller gave q, k and v; results are returned with as many.
     """
@@ -73,6 +75,7 @@ class Operands:
     sin: TensorView | None = None
     cu_q: TensorView | None = None
     cu_k: TensorView | None = None
+    captured: Mapping[str, TensorView] = field(default_factory=dict)
     rank: int = 4
 
     @property

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from aule.ir import Builder, Value
-from aule.ir.types import SCALARS, Vector, f32, i32, u8, u32
+from aule.ir.types import SCALARS, Vector, element, f32, i32, u8, u32
 from aule.ops.scores import modifiers as mod
 from aule.ops.scores.config import Columns, ScoreConfig
+from aule.ops.scores.functions.differentiate import derivatives
+from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION, Emitter
 from aule.ops.scores.parameters import Parameters
 from aule.ops.softmax.dropout import Dropout
+from aule.tile.common.math import NEG_INF
 
+Slope = Callable[[Builder, Value, Value, mod.Site], Value]
+"""As `Modifier.slope`."""
 Place = Callable[[int, int], tuple[Value, Value]]
 """Gives query row and key of the element in a thread's r-th row and c-th column of a tile."""
 
@@ -113,6 +119,20 @@ class Extent:
         return b.cast(head_number, index) * b.cast(self.seq_q, index)
 
 
+def _dropping(keeps: Callable[[mod.Site], Value]) -> Callable[[Builder, Value, mod.Site], Value]:
+    def apply(b: Builder, s: Value, site: mod.Site) -> Value:
+        keep = keeps(site)
+        if isinstance(s.type, Vector) and not isinstance(keep.type, Vector):
+            keep = b.splat(keep, s.type.lanes)
+        return b.select(keep, s, b.const(NEG_INF, element(s.type)))
+
+    return apply
+
+
+def _multiplied(a: list[list[Value]], b: list[list[Value]]) -> list[list[Value]]:
+    return [[x * y for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)]
+
+
 class Scores:
     """Band, modifiers and dropout of the scores of one batch."""
 
@@ -160,30 +180,46 @@ class Scores:
             slope = b.load(self.p.buffer("alibi", f32), self.p.strided("alibi", self.batch, head))
             slope = b.cast(slope, work)
             result.append(mod.alibi(slope if config.score_unit == 1.0 else slope * config.score_unit))
+        if config.score_function is not None:
+            result.append(self._score_function)
         if config.mask == "bool":
             result.append(mod.boolean(self._reader("mask", "bool", head, columns["mask"])))
+        if config.mask_function is not None:
+            result.append(self._mask_function)
         result.append(mod.band(self.seq_kv, self.left, self.right))
         return result
 
     def modify(self, tile: Tile, head: Value, place: Place, partial: Value) -> list[list[Value]] | None:
         """Apply the modifiers of one query head's rows to a tile of scores; those that only drop keys, only if it is
-        ``partial``. Returns the derivative of the softcap, if there is one."""
+        ``partial``. Returns the derivatives of the scores by what they were before; None if all are 1."""
         b, slope = self.b, None
-        for number, modifier in enumerate(self.modifiers(head, {"mask": "any", "bias": "any"})):
+        for modifier in self.modifiers(head, {"mask": "any", "bias": "any"}):
+            before = tile.values()
             with nullcontext() if modifier.everywhere else b.if_(partial):
                 self.apply(modifier, tile, head, place)
-            if self.config.softcap and number == 0:
-                inverse = b.rcp(self.p.number("softcap", f32))
-                bent = [[x * inverse for x in row] for row in tile.values()]
-                slope = [[1.0 - x * x for x in row] for row in bent]
+            if modifier.slope is not None:
+                found = self._slopes(modifier.slope, before, tile.values(), head, place)
+                slope = found if slope is None else _multiplied(slope, found)
         return slope
+
+    def _slopes(
+        self, slope: Slope, before: list[list[Value]], after: list[list[Value]], head: Value, place: Place
+    ) -> list[list[Value]]:
+        """A modifier's derivative at every element of a tile."""
+        return [
+            [slope(self.b, x, y, self._site(head, place(r, c))) for c, (x, y) in enumerate(zip(*rows, strict=True))]
+            for r, rows in enumerate(zip(before, after, strict=True))
+        ]
+
+    def _site(self, head: Value, at: tuple[Value, Value]) -> mod.Site:
+        row, key = at
+        return mod.Site(self.batch, head, row, key, row + self.shift)
 
     def apply(self, modifier: mod.Modifier, tile: Tile, head: Value, place: Place) -> None:
         """Apply a modifier to a tile of scores of one query head."""
 
         def each(s: Value, r: int, c: int) -> Value:
-            row, key = place(r, c)
-            return modifier.apply(self.b, s, mod.Site(self.batch, head, row, key, row + self.shift))
+            return modifier.apply(self.b, s, self._site(head, place(r, c)))
 
         tile.map(each)
 
@@ -193,6 +229,28 @@ class Scores:
             return None
         p = self.p
         return Dropout(self.b, p.number("dropout_limit", u32), p.buffer("seed", u32), p.strided("seed"))
+
+    @cached_property
+    def _score_function(self) -> mod.Modifier:
+        """The user's function of scores. One for all rows, which share what they have in common."""
+        function, unit = self.config.score_function, self.config.score_unit
+        assert function is not None
+        emitter = Emitter(self.p, function, SCORE_FUNCTION, unit)
+        derivative = derivatives(function)
+        slopes = Emitter(self.p, derivative, SCORE_FUNCTION, unit)
+
+        def slope(b: Builder, before: Value, after: Value, site: mod.Site) -> Value:
+            return slopes.results(site, before)[0]
+
+        return mod.Modifier(lambda b, s, site: emitter.score(site, s), True, None if derivative.is_one else slope)
+
+    @cached_property
+    def _mask_function(self) -> mod.Modifier:
+        """The user's function that says which keys are kept."""
+        config = self.config
+        assert config.mask_function is not None
+        keeps = Emitter(self.p, config.mask_function, MASK_FUNCTION, config.score_unit).keeps
+        return mod.Modifier(_dropping(keeps), everywhere=not config.tiles_listed)
 
     def _reader(self, name: str, dtype: str, head: Value, columns: Columns) -> Callable[[mod.Site], Value]:
         """A function that reads an element of a mask or bias, or a vector; rows and columns past the end read the

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aule.ops.rope.tables import Rope
+from aule.ops.scores.functions.program import ScoreFunction
 from aule.ops.scores.modifiers import Add
 from aule.tile.common.math import LOG2E
 
@@ -26,6 +27,8 @@ class ScoreConfig:
         The band of kept keys has this side.
     mask, bias : str or None
         Element type; "bits" for a boolean mask as `mask_prepass` leaves it.
+    score_function, mask_function : ScoreFunction or None
+        Functions of the user.
     tiles_listed : bool
         `mask_prepass` has listed the tiles in which the mask keeps anything; it is applied to those partly dropped.
     packed : bool
@@ -52,6 +55,8 @@ class ScoreConfig:
     softcap: bool = False
     mask: str | None = None
     bias: str | None = None
+    score_function: ScoreFunction | None = None
+    mask_function: ScoreFunction | None = None
     tiles_listed: bool = False
     alibi: bool = False
     sinks: bool = False
@@ -79,14 +84,21 @@ class ScoreConfig:
     @property
     def everywhere(self) -> bool:
         """Every tile is an edge tile."""
-        return (self.mask is not None and not self.tiles_listed) or self.bias is not None
+        masked = self.mask is not None or self.mask_function is not None
+        drops = self.score_function is not None and self.score_function.may_drop
+        return (masked and not self.tiles_listed) or self.bias is not None or drops
 
     @property
     def keeps_all(self) -> bool:
         """No modifier changes scores, and every row keeps every key."""
-        return not (self.left or self.right or self.softcap or self.mask or self.bias or self.alibi)
+        return not (self.left or self.right or self._modified)
 
     @property
     def drops_later(self) -> bool:
         """No modifier changes scores, and rows drop only keys to the right."""
-        return self.right and not (self.left or self.softcap or self.mask or self.bias or self.alibi)
+        return self.right and not (self.left or self._modified)
+
+    @property
+    def _modified(self) -> bool:
+        functions = self.score_function is not None or self.mask_function is not None
+        return self.softcap or self.mask is not None or self.bias is not None or self.alibi or functions

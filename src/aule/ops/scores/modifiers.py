@@ -35,15 +35,24 @@ class Modifier:
         ``f(b, score, site) -> score``; a score of -inf drops the key.
     everywhere : bool
         Every tile needs it; otherwise only edge tiles do.
+    slope : callable, optional
+        ``f(b, before, after, site) -> derivative`` of the score after this step by the score before it; None if that
+        is 1.
     """
 
     apply: Callable[[Builder, Value, Site], Value]
     everywhere: bool
+    slope: Callable[[Builder, Value, Value, Site], Value] | None = None
 
 
 def softcap(cap: Value) -> Modifier:
     """``cap * tanh(s / cap)``. The scores come divided by the cap; ``cap`` is the cap in the unit of scores."""
-    return Modifier(lambda b, s, site: tanh(b, s) * cap, everywhere=True)
+
+    def slope(b: Builder, before: Value, after: Value, site: Site) -> Value:
+        bent = after * b.rcp(cap)
+        return 1.0 - bent * bent
+
+    return Modifier(lambda b, s, site: tanh(b, s) * cap, everywhere=True, slope=slope)
 
 
 def alibi(slope: Value) -> Modifier:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from aule.ir import Value, Var
-from aule.ir.types import i64
+from aule.ir.types import Vector, i64
 from aule.ops.attention.cpu.backward_task import BackwardTask, RowBlock
 from aule.ops.attention.cpu.scores import modify
 from aule.ops.scores.band import Reach
@@ -25,6 +25,7 @@ class Panel:
         self.b, self.p, self.config, self.scores = task.b, task.p, task.config, task.scores
         self.engine, self.shape = task.engine, task.shape
         self.row_index, self.panel_index = self.engine.index(row), self.engine.index(panel)
+        self._sloped: set[tuple[int, int]] = set()
 
     @cached_property
     def _key(self) -> Value:
@@ -81,7 +82,7 @@ class Panel:
         partial = (key < self.reach.full_first) | (key + shape.panel > self.reach.full_end)
         starts = self._starts
         kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
-        modify(self.scores, engine, c, queries, key, partial, kinds, self._store_softcap_derivative)
+        modify(self.scores, engine, c, queries, key, partial, kinds, self._store_slope)
         base, lse_all = self._row_base, self.p.buffer("lse", config.work)
         for row, start, variables in zip(self._query_rows, starts, c, strict=True):
             lse = b.load(lse_all, base + engine.index(row))
@@ -91,14 +92,15 @@ class Panel:
             for j, variable in enumerate(variables):
                 b.store(self.task.p_panel, start + j * shape.lanes, b.exp2((variable.value - lse) * LOG2E))
 
-    def _store_softcap_derivative(self, c: list[list[Var]]) -> None:
-        """Store the softcap's derivative, 1 - tanh^2, where dS will be."""
-        b, lanes = self.b, self.shape.lanes
-        inverse = b.rcp(self.p.number("softcap", self.config.work))
-        for start, variables in zip(self._starts, c, strict=True):
-            for j, variable in enumerate(variables):
-                bend = variable.value * inverse
-                b.store(self.task.ds_panel, start + j * lanes, 1.0 - bend * bend)
+    def _store_slope(self, row: int, vector: int, slope: Value) -> None:
+        """Store a modifier's derivative where dS will be; those of several modifiers are multiplied."""
+        b, to = self.b, self._starts[row] + vector * self.shape.lanes
+        if not isinstance(slope.type, Vector):
+            slope = b.splat(slope, self.shape.lanes)
+        if (row, vector) in self._sloped:
+            slope = slope * b.load(self.task.ds_panel, to, self.shape.lanes)
+        self._sloped.add((row, vector))
+        b.store(self.task.ds_panel, to, slope)
 
     def _gradients(self, c: list[list[Var]]) -> None:
         """Store ``dS = P * (dP - delta)``; with dropout, multiply dP and P by their factors first."""
@@ -117,7 +119,7 @@ class Panel:
                 ds = p * (dp - delta)
                 if config.scores:
                     self._store_ds(row, self._key + j * lanes, self._zero_if_dropped(ds, p))
-                if config.softcap:
+                if (r, j) in self._sloped:
                     ds = ds * b.load(task.ds_panel, to, lanes)
                 ds = self._zero_if_dropped(ds, p)
                 b.store(task.ds_panel, to, ds)

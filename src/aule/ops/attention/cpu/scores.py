@@ -23,28 +23,31 @@ def modify(
     key: Value,
     partial: Value,
     kinds: dict[str, Columns],
-    after_softcap: Callable[[list[list[Var]]], None] | None = None,
+    slope: Callable[[int, int, Value], None] | None = None,
 ) -> None:
     """Apply the modifiers to vectors of scores ``c`` of some rows with the keys from ``key`` on, in place.
 
     ``queries`` are query head and query row of each row, ``kinds`` the layouts of mask and bias along a row. Keys may
-    be outside of some row's band only if ``partial``. ``after_softcap`` is called with the scores after the softcap.
+    be outside of some row's band only if ``partial``. ``slope`` is called with row, vector and each derivative of the
+    scores by what they were before a modifier, unless it is 1.
     """
     b = scores.b
     columns = [engine.lane_numbers(key + j * engine.lanes) for j in range(len(c[0]))]
     chains = [scores.modifiers(head, kinds) for head, _ in queries]
 
     def apply(number: int) -> None:
-        for (head, row), chain, variables in zip(queries, chains, c, strict=True):
-            for variable, column in zip(variables, columns, strict=True):
+        for r, ((head, row), chain, variables) in enumerate(zip(queries, chains, c, strict=True)):
+            modifier = chain[number]
+            for j, (variable, column) in enumerate(zip(variables, columns, strict=True)):
                 site = mod.Site(scores.batch, head, row, column, row + scores.shift)
-                variable.value = chain[number].apply(b, variable.value, site)
+                before = variable.value
+                variable.value = modifier.apply(b, before, site)
+                if modifier.slope is not None and slope is not None:
+                    slope(r, j, modifier.slope(b, before, variable.value, site))
 
     for number, modifier in enumerate(chains[0]):
         with nullcontext() if modifier.everywhere else b.if_(partial):
             apply(number)
-        if number == 0 and scores.config.softcap and after_softcap is not None:
-            after_softcap(c)
 
 
 class DropoutFactors:

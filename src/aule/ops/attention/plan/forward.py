@@ -79,7 +79,7 @@ def plan_forward(
 def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> Shape:
     """The engine and its tiles: warpgroups, other matrix units, or none."""
     dims = problem.head_dim, problem.value_dim
-    masked = problem.mask is not None or problem.bias is not None
+    masked = problem.mask is not None or problem.bias is not None or problem.has_functions
     in_runs = layout.aligned("qkv", RUN)
     if problem.precision is not None:
         # Rows are rounded in registers, where strided rows are assembled; the tiles of tf32 allow for that.
@@ -103,7 +103,7 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
 def _modifier(problem: AttentionProblem) -> Modifier:
     if problem.dropout_p > 0:
         return "dropout"
-    if problem.bias is not None:
+    if problem.bias is not None or problem.has_functions:
         return "bias"
     return "nothing" if problem.mask in (None, "bool") else "mask"
 
@@ -111,6 +111,7 @@ def _modifier(problem: AttentionProblem) -> Modifier:
 def _unmodified_length(problem: AttentionProblem) -> int:
     """The smaller of the numbers of rows and keys if every row keeps every key unmodified; otherwise 0."""
     modified = problem.mask or problem.bias or problem.alibi or problem.softcap > 0 or problem.dropout_p > 0
+    modified = modified or problem.has_functions
     banded = problem.limits != (UNBOUNDED, UNBOUNDED)
     return 0 if modified or banded or problem.packed is not None else min(problem.seq_q, problem.seq_kv)
 
@@ -194,10 +195,12 @@ class _Draft:
 
     def _warpgroup_options(self) -> dict[str, Any]:
         problem = self.problem
+        everywhere = problem.mask is not None or problem.bias is not None or problem.has_functions
+        others = problem.bias or problem.softcap > 0 or problem.has_functions
         added = (name for name in ("mask", "bias") if getattr(problem, name) not in (None, "bool"))
         return {
-            "one_loop": problem.mask is not None or problem.bias is not None or _few_keys(problem, self.target),
-            "linear": problem.alibi and problem.limits[1] == 0 and not (problem.bias or problem.softcap > 0),
+            "one_loop": everywhere or _few_keys(problem, self.target),
+            "linear": problem.alibi and problem.limits[1] == 0 and not others,
             "pairs": tuple(name for name in added if self.layout.in_pairs(name)),
         }
 

@@ -82,6 +82,10 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
     scalars: dict[str, int | float] = {}
     for name, view in views.items():
         scalars[f"{name}_offset"] = view.offset
+        if name[-1].isdigit():  # captured by a user's function
+            for axis, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+                scalars[f"{name}_size{axis}"], scalars[f"{name}_stride{axis}"] = size, stride
+            continue
         if len(view.strides) == 4:
             scalars[f"{name}_row_stride"], scalars[f"{name}_col_stride"] = view.strides[2:]
             scalars[f"{name}_rows"] = view.shape[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aule.ops.attention.problem import FAR, UNBOUNDED, AttentionProblem
+from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
 from aule.ops.softmax.dropout import keep_scale, threshold
 from aule.target import Target
 from aule.tile.common.math import LOG2E
@@ -35,6 +36,18 @@ def problem_scalars(problem: AttentionProblem, target: Target) -> dict[str, int 
         "total_q": total_q,
         "total_kv": total_kv,
         "bottom_right": int(problem.causal_align == "bottom-right"),
+        **function_scalars(problem),
+    }
+
+
+def function_scalars(problem: AttentionProblem) -> dict[str, int | float]:
+    """Captured numbers of the user's functions."""
+    functions = {SCORE_FUNCTION: problem.score_mod, MASK_FUNCTION: problem.mask_mod}
+    return {
+        f"{name}_number{i}": x
+        for name, function in functions.items()
+        if function is not None
+        for i, x in enumerate(function.numbers)
     }
 
 
@@ -77,6 +90,8 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
         "mask": problem.mask,
         "bias": problem.bias,
         "alibi": problem.alibi,
+        "score_function": None if problem.score_mod is None else problem.score_mod.program,
+        "mask_function": None if problem.mask_mod is None else problem.mask_mod.program,
         "sinks": problem.sinks,
         "lse": problem.return_lse,
         "dropout": problem.dropout_p > 0,
@@ -88,6 +103,7 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
 def folded(problem: AttentionProblem) -> bool:
     """Whether the scale can be part of the exponent: it keeps the order of scores, and nothing is added to them."""
     added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
+    added = added or problem.score_mod is not None
     return problem.scale > 0 and not added
 
 
