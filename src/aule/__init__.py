@@ -29,6 +29,15 @@ if _TYPE_CHECKING:
     )
     from aule.api.context import Aule, Tensor
     from aule.api.decode import cascade_attention, decode_attention, flash_attention_paged, merge_states
+    from aule.api.flex import (
+        AuxOutput,
+        AuxRequest,
+        and_masks,
+        create_block_mask,
+        flex_attention,
+        noop_mask,
+        or_masks,
+    )
     from aule.api.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
     from aule.api.kvcache import KVCache
     from aule.api.launch import Kernel, kernel, launch
@@ -70,6 +79,7 @@ if _TYPE_CHECKING:
         OutOfMemoryError,
         ShaderCompileError,
     )
+    from aule.frontends.block_mask import BlockMask
     from aule.integrations.patching import PatchReport as PatchReport
     from aule.integrations.patching import patch_model as patch_model
 
@@ -78,7 +88,10 @@ _logging.getLogger("aule").addHandler(_logging.NullHandler())
 __all__ = [
     "Aule",
     "AuleError",
+    "AuxOutput",
+    "AuxRequest",
     "BackendUnavailableError",
+    "BlockMask",
     "CacheFullError",
     "ClosedError",
     "DeviceLostError",
@@ -95,10 +108,12 @@ __all__ = [
     "ShaderCompileError",
     "Tensor",
     "__version__",
+    "and_masks",
     "attention",
     "aule_attention",
     "cascade_attention",
     "codegen",
+    "create_block_mask",
     "cross_entropy",
     "decode_attention",
     "dispatch_stats",
@@ -106,6 +121,7 @@ __all__ = [
     "flash_attention_paged",
     "flash_attention_rope",
     "flash_attention_varlen",
+    "flex_attention",
     "geglu",
     "get_available_backends",
     "get_backend_errors",
@@ -118,6 +134,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_linear",
     "merge_states",
+    "noop_mask",
+    "or_masks",
     "precompute_rope_frequencies",
     "print_backend_info",
     "register_flash_attention_impl",
@@ -138,6 +156,7 @@ _HOMES = (
     "errors",
     "api.attention",
     "api.decode",
+    "api.flex",
     "api.row_ops",
     "api.context",
     "api.info",

@@ -160,6 +160,7 @@ def backward_on_host(
     lse: Array,
     dout: TensorView,
     ds: Array | None = None,
+    dlse: TensorView | None = None,
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of q, k and v on host arrays.
 
@@ -172,6 +173,8 @@ def backward_on_host(
     ds : ndarray, optional
         Zeros ``[batch, heads_q, seq_q, seq_kv]`` in the type that is computed in; receives the gradient of the scores'
         additive term.
+    dlse : TensorView, optional
+        The gradient of ``lse``: contiguous, in its type.
     """
     dtype, work = problem.dtype, "f64" if problem.dtype == "f64" else "f32"
     grads = [np.empty(view.shape, STORED[dtype]) for view in (operands.q, operands.k, operands.v)]
@@ -180,6 +183,8 @@ def backward_on_host(
             array.fill(0)
     else:
         inputs = attention_views(operands, host_view(dtype, out)) | {"do": dout, "lse": host_view(work, lse)}
+        if dlse is not None:
+            inputs["dlse"] = dlse
         outputs = {name: host_view(dtype, array) for name, array in zip(("dq", "dk", "dv"), grads, strict=True)}
         if ds is not None:
             outputs["ds"] = host_view(work, ds)

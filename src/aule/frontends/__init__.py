@@ -1,8 +1,9 @@
 """Front ends, one per kind of array, tried in order (ADD A FRONT END HERE).
 
-A front end is a module with ``accepts(array) -> bool`` and ``flash_attention``, ``flash_attention_varlen``, ``decode``,
-``merge_states``, ``row_op`` (every row operation), ``launch`` and ``to_precision``; `aule.frontends.dlpack` is the
-shortest. `front_end` imports only those that the array could belong to: a tensor exists only when torch is loaded.
+A front end is a module with ``accepts(array) -> bool`` and ``flash_attention``, ``flash_attention_varlen``,
+``flex_attention``, ``decode``, ``merge_states``, ``row_op`` (every row operation), ``launch`` and ``to_precision``;
+`aule.frontends.dlpack` is the shortest. `front_end` imports only those that the array could belong to: a tensor exists
+only when torch is loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from aule.errors import BackendUnavailableError, InvalidDtypeError
 
@@ -60,6 +62,17 @@ def maker(device: object, dtype: object, op: str) -> ModuleType:
         return _torch()
     except ModuleNotFoundError as error:
         raise without_torch(op, error) from None
+
+
+def mask_evaluator(block_mask: Any) -> Any:
+    """The function of a `BlockMask` on NumPy arrays."""
+    if "torch" in sys.modules:
+        from aule.frontends.torch.flex import masks
+
+        return masks.mask_evaluator(block_mask)
+    from aule.frontends import numpy_flex
+
+    return numpy_flex.mask_evaluator(block_mask)
 
 
 def without_torch(op: str, error: ModuleNotFoundError) -> Exception:

@@ -29,6 +29,15 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     return _back(numpy_front_end.flash_attention(_host(q, "q"), _host(k, "k"), _host(v, "v"), changed), q)
 
 
+def flex_attention(
+    q: Any, k: Any, v: Any, score_mod: Any, block_mask: Any, scale: float | None, backend: str | None
+) -> Any:
+    """Attention with functions of the user, and its log-sum-exp, on DLPack arrays."""
+    given = [_host(x, name, "flex_attention") for name, x in (("query", q), ("key", k), ("value", v))]
+    found = numpy_front_end.flex_attention(given[0], given[1], given[2], score_mod, block_mask, scale, backend)
+    return _back(found, q)
+
+
 def flash_attention_varlen(
     q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
 ) -> Any:

@@ -155,6 +155,15 @@ def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> 
     return (result, _required(lse).reshape(operands.lse_shape)) if options.return_lse else result
 
 
+def flex_attention(
+    q: Array, k: Array, v: Array, score_mod: Any, block_mask: Any, scale: float | None, backend: str | None
+) -> tuple[Array, Array]:
+    """Attention with functions of the user, and its log-sum-exp."""
+    from aule.frontends import numpy_flex  # few programs use it
+
+    return numpy_flex.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
+
+
 @reports_shortage
 def flash_attention_varlen(
     q: Array, k: Array, v: Array, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions

@@ -212,7 +212,10 @@ class Saved(NamedTuple):
 
 
 class Backward(AttentionCall):
-    """Gradients of q, k and v and, where they are wanted, of what is added to the scores (``ds``)."""
+    """Gradients of q, k and v and, where they are wanted, of what is added to the scores (``ds``).
+
+    A tensor ``dlse`` is the gradient of the log-sum-exp, contiguous, in the type computed in.
+    """
 
     __slots__ = ("scores",)
 
@@ -253,6 +256,8 @@ class Backward(AttentionCall):
             shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
             views["ds"] = fresh_view(NAMES[work], shape)
             outputs.append(Output("ds", work, shape, fill=0.0))
+        if "dlse" in self.tensors:
+            views["dlse"] = view(self.tensors["dlse"], "dlse", self.op, "q")
         return Bound(problem, views, tuple(outputs))
 
     def prepare(
@@ -272,7 +277,9 @@ class Backward(AttentionCall):
         if self.scores:
             ds = lse.new_zeros((problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv))
         rows = lse.numpy()[(None,) * (3 - lse.dim())]
-        grads = backward_on_host(problem, found, device, out.storage, rows, dout, None if ds is None else ds.numpy())
+        given, of_scores = self.tensors.get("dlse"), None if ds is None else ds.numpy()
+        dlse = None if given is None else view_on_host(given, "dlse", self.op)
+        grads = backward_on_host(problem, found, device, out.storage, rows, dout, of_scores, dlse)
         made = [self.gradient_tensor(grad, self.tensors[name]) for grad, name in zip(grads, "qkv", strict=True)]
         return (*made,) if ds is None else (*made, ds)
 

@@ -7,7 +7,8 @@ intercepts operators, the call becomes an operator of `compile`, which takes the
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -150,6 +151,21 @@ def flash_attention_varlen(
     refuse_transforms(VARLEN, (q, k, v, cu_q, cu_k, *options.arrays().values()), varlen.REMEDY)
     q, k, v = autocast(q, k, v)
     return varlen.flash_attention_varlen(q, k, v, packed_call((q, k, v), (cu_q, cu_k), (max_q, max_k), options))
+
+
+def flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention with functions of the user, and its log-sum-exp."""
+    from aule.frontends.torch.flex import entry  # few programs use it
+
+    return entry.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

@@ -141,6 +141,8 @@ class DeltaConfig:
         Also sets the sums of dQ to zero.
     run : int
         Neighbouring elements that are moved together.
+    lse_gradient : bool
+        The log-sum-exp has a gradient, too, which is subtracted.
     """
 
     dtype: str
@@ -152,6 +154,7 @@ class DeltaConfig:
     index64: bool
     clear: bool = False
     run: int = 4
+    lse_gradient: bool = False
 
 
 @dataclass(frozen=True)

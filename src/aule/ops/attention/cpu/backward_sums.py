@@ -29,7 +29,10 @@ def build_delta(config: CpuDeltaConfig, target: Target) -> KernelIR:
         for col, width in engine.columns(config.value_dim):
             total = b.fma(engine.read(o, o_start, col, width), engine.read(do, do_start, col, width), total)
         to = engine.index(task) * engine.index(seq_q) + engine.index(row)
-        b.store(delta, to, engine.reduce("add", total))
+        result = engine.reduce("add", total)
+        if config.lse_gradient:
+            result = result - b.load(p.buffer("dlse", work), to)
+        b.store(delta, to, result)
     return b.finish()
 
 

@@ -169,12 +169,15 @@ class CpuDeltaConfig:
     ----------
     unit : tuple of bool
         For o and its gradient: the head dimension has stride 1.
+    lse_gradient : bool
+        The log-sum-exp has a gradient, too, which is subtracted.
     """
 
     dtype: str
     value_dim: int
     shape: CpuShape
     unit: tuple[bool, ...]
+    lse_gradient: bool = False
 
 
 @dataclass(frozen=True)

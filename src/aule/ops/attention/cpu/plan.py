@@ -196,7 +196,8 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
     views : dict
         As for the forward pass, and ``do``, ``dq``, ``dk``, ``dv``. The buffer ``lse`` is the log-sum-exp of the
         forward pass, in the type that is computed in. So is ``ds``, the gradient of what is added to the scores, if
-        it is wanted: ``[batch, heads_q, seq_q, seq_kv]``, zero before.
+        it is wanted: ``[batch, heads_q, seq_q, seq_kv]``, zero before. ``dlse``, contiguous and in the same type, is
+        the gradient of the log-sum-exp, if it has one.
     """
     if math.prod(problem.out_shape[:3]) * problem.key_rows == 0:
         return Plan(())
@@ -225,7 +226,7 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         # dK is made with Q', which includes the scale, or the scale over the cap; with pairs, with Q.
         "dk_factor": problem.scale if pairs else problem.softcap if problem.softcap > 0 else 1.0,
     }
-    delta = CpuDeltaConfig(problem.dtype, problem.value_dim, shape, call.unit(("o", "do")))
+    delta = CpuDeltaConfig(problem.dtype, problem.value_dim, shape, call.unit(("o", "do")), "dlse" in views)
     dq_sum = DqSumConfig(problem.dtype, problem.head_dim, shape)
     row_numbers = scalars | row_scalars(problem)
     steps = (

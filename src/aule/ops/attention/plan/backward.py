@@ -198,7 +198,7 @@ class _Draft:
         run = RUN if problem.dtype != "f32" and all(self.layout.aligned(results, RUN)) else QUAD
         config = DeltaConfig(
             problem.dtype, problem.value_dim, threads, together, self.layout.unit(results),
-            self.layout.aligned(results, run), self.index64, self.tiles.sums, run,
+            self.layout.aligned(results, run), self.index64, self.tiles.sums, run, "dlse" in self.layout.views,
         )  # fmt: skip
         blocks = -(-self.rows * together // threads)
         self._add(config, build_delta, blocks, self.scalars | row_scalars(problem))

@@ -45,6 +45,8 @@ def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
         result = result + b.shuffle_xor(result, step)
         step *= 2
     with b.if_((number < rows) & b.eq(lane, 0)):
+        if config.lse_gradient:
+            result = result - b.load(p.buffer("dlse", f32), number)
         b.store(p.buffer("delta", f32, "write"), number, result)
     if config.clear:
         total = p.number("clear", index)

@@ -6,10 +6,12 @@ protocols of both (``__torch_function__``, ``__array_ufunc__``, ``__array_functi
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -146,12 +148,21 @@ class Symbol:
 def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Record an operation by its name in torch, NumPy or Python."""
     found = _METHODS.get(name) or _METHODS.get(name.strip("_")) or _METHODS.get(name.strip("_").removeprefix("r"))
-    tracer = next((x.tracer for x in _flat([*args, *kwargs.values()]) if isinstance(x, Symbol)), None)
-    if found is None or tracer is None:
+    symbol = symbol_in([*args, *kwargs.values()])
+    if found is None or symbol is None:
         fail(f"the operation {name}", f"functions may use {known_names()}")
     if name.startswith("__r") and name.strip("_") not in _METHODS:
         args = args[::-1]
-    return found(tracer, *args, **kwargs)
+    return found(symbol.tracer, *args, **kwargs)
+
+
+def symbol_in(values: Sequence[Any]) -> Symbol | None:
+    """The first symbol among some values and the tuples and lists of them."""
+    for x in values:
+        found = symbol_in(x) if isinstance(x, (tuple, list)) else x if isinstance(x, Symbol) else None
+        if found is not None:
+            return found
+    return None
 
 
 def load(tracer: Tracer, array: Any, index: Any, before: tuple[int, ...] = ()) -> Symbol:
@@ -200,12 +211,11 @@ def trace(
     return BoundFunction(graph.finish([result]), tuple(tracer.numbers)), tracer.arrays
 
 
-def _check_arguments(function: Callable[..., Any], inputs: Sequence[str], name: str) -> None:
-    import inspect
-
+def _check_arguments(function: Any, inputs: Sequence[str], name: str) -> None:
     expected = f"a function of {len(inputs)} arguments ({', '.join(inputs)})"
     if not callable(function):
-        raise InvalidArgumentError(f"[{OP}] expected {name} as {expected}, got {type(function).__name__}; pass a function")
+        got = type(function).__name__
+        raise InvalidArgumentError(f"[{OP}] expected {name} as {expected}, got {got}; pass a function")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -224,12 +234,12 @@ def fail(what: str, remedy: str) -> NoReturn:
 
 
 def _line() -> str:
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in ("aule", "torch", "numpy"):
             return f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 
@@ -240,18 +250,15 @@ def known_names() -> str:
     )
 
 
-def _flat(values: Sequence[Any]) -> list[Any]:
-    return [y for x in values for y in (_flat(x) if isinstance(x, (tuple, list)) else [x])]
-
-
 # -- operations by name ------------------------------------------------------------------------------------------------
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _METHODS: dict[str, Callable[..., Any]] = {}
 _OPERATORS: set[str] = set()
 
 
-def _register(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+def _register(*names: str) -> Callable[[_Function], _Function]:
+    def register(function: _Function) -> _Function:
         for name in names:
             _METHODS[name] = function
         return function
@@ -259,7 +266,7 @@ def _register(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
-def _binary(op: str, compare: bool = False) -> Callable[..., Any]:
+def _binary(op: str, compare: bool = False) -> Callable[..., Symbol]:
     def apply(t: Tracer, x: Any, y: Any, **kwargs: Any) -> Symbol:
         divisor = op in ("floordiv", "mod", "shl", "shr")
         a, b = t.node(x, y), t.node(y, x, divisor=divisor)
@@ -268,7 +275,7 @@ def _binary(op: str, compare: bool = False) -> Callable[..., Any]:
     return apply
 
 
-def _unary(op: str) -> Callable[..., Any]:
+def _unary(op: str) -> Callable[..., Symbol]:
     return lambda t, x, **kwargs: t.symbol(t.graph.unary(op, t.node(x)))
 
 

@@ -1,0 +1,194 @@
+"""Attention with functions of the user: PyTorch's FlexAttention on every device, for NumPy arrays too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from aule.errors import InvalidArgumentError, InvalidShapeError
+from aule.frontends import front_end, mask_evaluator
+from aule.frontends.block_mask import BlockMask, MaskMod
+from aule.ops.scores.functions.trace import OP
+from aule.ops.shared.checks import checked_integer
+
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+class AuxRequest(NamedTuple):
+    """Further results that `flex_attention` is to return; PyTorch's own serves as well."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """Further results of `flex_attention`; None if they were not asked for."""
+
+    lse: Any = None
+    max_scores: Any = None
+
+
+def flex_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention with your own function of the scores, and your own mask.
+
+    It has the signature and meaning of `torch.nn.attention.flex_attention.flex_attention`. The functions are traced
+    into the kernel of the device at hand: nothing is compiled by PyTorch, and the scores are never stored.
+
+    Parameters
+    ----------
+    query, key, value : array
+        ``[batch, heads, seq, head_dim]``, as for `flash_attention`.
+    score_mod : callable, optional
+        ``score_mod(score, b, h, q_idx, kv_idx) -> score``: called once with symbols, for one score. It may use
+        arithmetic, comparisons, ``torch.where`` and the like (or NumPy's), and index captured tensors. Captured tensors
+        and numbers may change from call to call without a new kernel.
+    block_mask : BlockMask, optional
+        From `create_block_mask`, or PyTorch's own: keys that it drops are not attended to.
+    scale : float, optional
+        Factor of the scores; default ``1 / sqrt(head_dim)``.
+    enable_gqa : bool
+        ``heads_q`` may be a multiple of ``heads_kv``.
+    return_lse : bool
+        Also return the log-sum-exp; the older way of ``return_aux``.
+    kernel_options : dict, optional
+        Accepted and ignored: they are PyTorch's.
+    return_aux : AuxRequest, optional
+        ``AuxRequest(lse=True)`` returns ``AuxOutput`` with the log-sum-exp as a second result.
+    backend : str, optional
+        As in `flash_attention`.
+
+    Returns
+    -------
+    array or (array, array) or (array, AuxOutput)
+        The kind, dtype and device of ``query``. A row that keeps no key is zero, its log-sum-exp -inf. For torch
+        tensors query, key, value, captured tensors of ``score_mod`` and the log-sum-exp have gradients.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = v = np.ones((1, 2, 64, 16), np.float32)
+    >>> slopes = np.array([0.5, 0.25], np.float32)
+    >>> def alibi(score, b, h, q_idx, kv_idx):
+    ...     return score - slopes[h] * abs(q_idx - kv_idx)
+    >>> causal = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64)
+    >>> flex_attention(q, k, v, alibi, causal, backend="numpy").shape
+    (1, 2, 64, 16)
+    """
+    if return_lse and return_aux is not None:
+        raise InvalidArgumentError(f"[{OP}] expected return_lse or return_aux, got both; leave return_lse out")
+    if getattr(return_aux, "max_scores", False):
+        raise InvalidArgumentError(
+            f"[{OP}] expected AuxRequest(lse=True), got max_scores=True, which aule does not compute; leave it out"
+        )
+    _check_shapes(query, key, value, enable_gqa)
+    end = front_end(query, OP)
+    out, lse = end.flex_attention(query, key, value, score_mod, block_mask, scale, backend)
+    if return_aux is not None:
+        return out, AuxOutput(lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+def _check_shapes(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
+    shapes = [tuple(getattr(x, "shape", ())) for x in (query, key, value)]
+    if any(len(shape) != 4 for shape in shapes):
+        raise InvalidShapeError(
+            f"[{OP}] expected query, key and value of shape [batch, heads, seq, head_dim], got "
+            f"{', '.join(str(list(shape)) for shape in shapes)}; add axes of length 1"
+        )
+    if not enable_gqa and shapes[0][1] != shapes[1][1]:
+        raise InvalidShapeError(
+            f"[{OP}] expected as many heads of key and value as of query, got {shapes[0][1]} and {shapes[1][1]}; pass "
+            "enable_gqa=True to share heads of key and value"
+        )
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+) -> BlockMask:
+    """Make a mask for `flex_attention` from a function, at once and without memory for its blocks.
+
+    Parameters
+    ----------
+    mask_mod : callable
+        ``mask_mod(b, h, q_idx, kv_idx) -> bool``: whether a query keeps a key. It is written like a ``score_mod``.
+    B, H : int or None
+        Batch and query heads that the mask differs for; None or 1 if it is the same for all.
+    Q_LEN, KV_LEN : int
+        Lengths of queries and keys.
+    device, _compile
+        Accepted and ignored: the function is traced when the mask is used.
+    BLOCK_SIZE : int or (int, int)
+        Queries and keys of a block when the mask is printed.
+
+    Returns
+    -------
+    BlockMask
+
+    Examples
+    --------
+    >>> mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 64), None, None, 256, 256, BLOCK_SIZE=64)
+    >>> print(mask)
+    BlockMask(shape=(1, 1, 256, 256), sparsity=56.2%)
+    ░░
+    ░░░░
+      ░░░░
+        ░░░░
+    """
+    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    numbers = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    shape = tuple(checked_integer("create_block_mask", name, n, "pass an int") for name, n in numbers.items())
+    if min(shape) < 0 or len(sizes) != 2 or min(sizes) < 1:
+        raise InvalidArgumentError(
+            f"[create_block_mask] expected lengths of at least 0 and blocks of at least 1, got {list(shape)} and "
+            f"{list(sizes)}; pass the lengths of query and key"
+        )
+    return BlockMask(mask_mod, shape, sizes, mask_evaluator)  # type: ignore[arg-type]
+
+
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """The mask function that keeps what all of some mask functions keep."""
+
+    def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        kept = noop_mask(b, h, q_idx, kv_idx)
+        for mask_mod in mask_mods:
+            kept = kept & mask_mod(b, h, q_idx, kv_idx)
+        return kept
+
+    return and_mask
+
+
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """The mask function that keeps what any of some mask functions keeps."""
+
+    def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        kept = q_idx < 0
+        for mask_mod in mask_mods:
+            kept = kept | mask_mod(b, h, q_idx, kv_idx)
+        return kept
+
+    return or_mask
+
+
+def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """The mask function that keeps everything."""
+    return q_idx >= 0

@@ -1,0 +1,117 @@
+"""BlockMask: a mask function with the lengths that it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.errors import InvalidArgumentError
+from aule.ops.scores.functions.evaluate import Evaluator
+from aule.ops.scores.functions.program import BoundFunction
+from aule.ops.scores.functions.trace import OP
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+MASK_INPUTS = ("batch", "head", "query", "key")
+SCORE_INPUTS = ("score", *MASK_INPUTS)
+_MOST = 64
+"""Rows and columns of the picture that `print` shows."""
+_SHADES = "█░ "
+"""All kept, some kept, none kept."""
+
+
+class BlockMask:
+    """Which keys each query keeps, as a function; made by `create_block_mask`.
+
+    Kernels run the function tile by tile and skip what it drops, so nothing of the size of the mask is ever stored.
+
+    Attributes
+    ----------
+    mask_mod : callable
+        ``mask_mod(b, h, q_idx, kv_idx) -> bool``.
+    shape : tuple of int
+        ``(batch, heads, queries, keys)``; a batch or number of heads of 1 fits any.
+    block_size : tuple of int
+        Queries and keys of a block, for `to_dense`, `sparsity` and `print`.
+    """
+
+    def __init__(
+        self,
+        mask_mod: MaskMod,
+        shape: tuple[int, int, int, int],
+        block_size: tuple[int, int],
+        evaluator: Callable[[BlockMask], Evaluator],
+    ) -> None:
+        self.mask_mod, self.shape, self.block_size, self._evaluator = mask_mod, shape, block_size, evaluator
+        self.traced: dict[Any, tuple[BoundFunction, list[Any]]] = {}
+        """What front ends traced, by the type that is computed in."""
+
+    def trace(self, key: Any, how: Callable[[], tuple[BoundFunction, list[Any]]]) -> tuple[BoundFunction, list[Any]]:
+        """The traced function: traced once."""
+        if key not in self.traced:
+            self.traced[key] = how()
+        return self.traced[key]
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        """Refuse a call that the mask was not made for."""
+        fits = self.shape[0] in (1, batch) and self.shape[1] in (1, heads) and self.shape[2:] == (queries, keys)
+        if not fits:
+            raise InvalidArgumentError(
+                f"[{OP}] expected a block mask for batch {batch}, {heads} heads, {queries} queries and {keys} keys, "
+                f"got {list(self.shape)}; make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+            )
+
+    # -- looking at it -------------------------------------------------------------------------------------------------
+
+    def to_dense(self) -> npt.NDArray[np.int8]:
+        """How much of each block is kept: 0 for nothing, 1 for some, 2 for all of it.
+
+        Returns
+        -------
+        ndarray
+            int8 ``[batch, heads, blocks of queries, blocks of keys]``.
+        """
+        rows, columns = (-(-n // size) for n, size in zip(self.shape[2:], self.block_size, strict=True))
+        found = np.zeros((*self.shape[:2], rows, columns), np.int8)
+        for place, kept in self._blocks():
+            ends = np.arange(0, self.shape[3], self.block_size[1])
+            some = np.logical_or.reduceat(kept, ends, axis=1).any(axis=0)
+            full = np.logical_and.reduceat(kept, ends, axis=1).all(axis=0)
+            found[place] = some.astype(np.int8) + full
+        return found
+
+    def sparsity(self) -> float:
+        """The percentage of blocks in which nothing is kept."""
+        dense = self.to_dense()
+        return 100.0 * float((dense == 0).mean()) if dense.size else 0.0
+
+    def _blocks(self) -> Iterator[tuple[tuple[int, int, int], npt.NDArray[np.bool_]]]:
+        """Batch, head and number of each block of queries, with what it keeps."""
+        evaluate = self._evaluator(self)
+        batches, heads, queries, keys = self.shape
+        size, key = self.block_size[0], np.arange(keys)[None]
+        for b, h, block in np.ndindex(batches, heads, -(-queries // size)):
+            query = np.arange(block * size, min((block + 1) * size, queries))[:, None]
+            kept = evaluate(batch=b, head=h, query=query, key=key)
+            yield (b, h, block), np.broadcast_to(kept, (len(query), keys)).astype(np.bool_)
+
+    def to_string(self) -> str:
+        """A picture of the first batch and head, one sign for each block or group of blocks."""
+        dense = self.to_dense()[0, 0]
+        step = max(-(-max(dense.shape) // _MOST), 1)
+        lines = []
+        for r in range(0, dense.shape[0], step):
+            line = ""
+            for c in range(0, dense.shape[1], step):
+                part = dense[r : r + step, c : c + step]
+                line += _SHADES[0 if (part == 2).all() else 2 if (part == 0).all() else 1] * 2
+            lines.append(line.rstrip())
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"BlockMask(shape={self.shape}, block_size={self.block_size}, mask_mod={self.mask_mod!r})"
+
+    def __str__(self) -> str:
+        return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.1f}%)\n{self.to_string()}"

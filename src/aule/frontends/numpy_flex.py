@@ -1,0 +1,121 @@
+"""Attention with functions of the user on NumPy arrays, and tracing of functions that capture NumPy arrays."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.engine.attention import forward_on_host, host_device
+from aule.engine.memory import reports_shortage
+from aule.frontends import numpy as front_end
+from aule.frontends.block_mask import MASK_INPUTS, SCORE_INPUTS, BlockMask
+from aule.ops.attention.validate import attention_problem
+from aule.ops.scores.functions import trace as tracing
+from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
+from aule.ops.scores.functions.evaluate import Evaluator
+from aule.ops.scores.functions.program import BoundFunction
+
+Array = npt.NDArray[Any]
+
+
+class CapturedArray(np.ndarray[Any, Any]):
+    """A captured array that can be indexed with symbols."""
+
+    def __getitem__(self, index: Any) -> Any:
+        symbol = tracing.symbol_in(index if isinstance(index, tuple) else (index,))
+        return super().__getitem__(index) if symbol is None else tracing.load(symbol.tracer, self, index)
+
+
+def rebound(function: Any, depth: int = 4) -> Any:
+    """The function with the NumPy arrays of its closure and globals as `CapturedArray`, and functions that it calls.
+
+    NumPy asks an array, not its index, what ``array[index]`` means, so a plain array would not see a symbol.
+    """
+    if not isinstance(function, types.FunctionType) or depth == 0:
+        return function
+
+    def seen(x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return x.view(CapturedArray)
+        return rebound(x, depth - 1) if isinstance(x, types.FunctionType) and x is not function else x
+
+    cells = [_contents(cell) for cell in function.__closure__ or ()]
+    named = {n: function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__}
+    named = {n: seen(x) for n, x in named.items() if _own(function, x)}
+    inside = [seen(x) for x in cells]
+    if all(a is b for a, b in zip(cells, inside, strict=True)) and all(
+        x is function.__globals__[n] for n, x in named.items()
+    ):
+        return function
+    made = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **named},
+        function.__name__,
+        function.__defaults__,
+        tuple(types.CellType(x) for x in inside) or None,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _own(function: types.FunctionType, x: Any) -> bool:
+    """Whether a global is an array, or a function of the same module."""
+    return isinstance(x, np.ndarray) or (isinstance(x, types.FunctionType) and x.__module__ == function.__module__)
+
+
+def traced(
+    function: Callable[..., Any], inputs: Sequence[str], work: str, name: str
+) -> tuple[BoundFunction, list[Array]]:
+    """The program of a function, and the arrays that it captured."""
+    return tracing.trace(rebound(function), inputs, work, lambda x: front_end.view(x, name, tracing.OP).dtype, name)
+
+
+@reports_shortage
+def flex_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    score_mod: Callable[..., Any] | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    backend: str | None,
+) -> tuple[Array, Array]:
+    """Attention and its log-sum-exp; finished on return."""
+    views: dict[str, Any] = {
+        name: front_end.view(x, name, tracing.OP, "query") for name, x in (("q", q), ("k", k), ("v", v))
+    }
+    problem, operands = attention_problem(**views, scale=scale, return_lse=True, op=tracing.OP)
+    work = "f64" if problem.dtype == "f64" else "f32"
+    captured: dict[str, Array] = {}
+    if score_mod is not None:
+        found, arrays = traced(score_mod, SCORE_INPUTS, work, "score_mod")
+        problem = replace(problem, score_mod=found)
+        captured |= {f"{SCORE_FUNCTION}{i}": x for i, x in enumerate(arrays)}
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
+        found, arrays = block_mask.trace(work, lambda: traced(mask_mod, MASK_INPUTS, work, "mask_mod"))
+        problem = replace(problem, mask_mod=found)
+        captured |= {f"{MASK_FUNCTION}{i}": x for i, x in enumerate(arrays)}
+    of_arrays = {name: front_end.view(np.asarray(x), "a captured array", tracing.OP) for name, x in captured.items()}
+    operands = replace(operands, captured=of_arrays)
+    out, lse = forward_on_host(problem, operands, host_device(problem.dtype, backend))
+    assert lse is not None
+    return out.reshape(operands.out_shape).view(q.dtype), lse.reshape(operands.lse_shape)
+
+
+def mask_evaluator(block_mask: BlockMask) -> Evaluator:
+    """The mask's function on NumPy arrays."""
+    found, arrays = block_mask.trace("f32", lambda: traced(block_mask.mask_mod, MASK_INPUTS, "f32", "mask_mod"))
+    return Evaluator(found, arrays)

@@ -1,0 +1,6 @@
+"""Attention with functions of the user (`aule.flex_attention`) on torch tensors.
+
+- `trace`: functions of torch operations become programs.
+- `masks`: masks of blocks, ours and PyTorch's, as one function.
+- `calls`: the forward and backward pass as calls; `autograd`: gradients; `captured`: gradients of captured tensors.
+"""

@@ -1,0 +1,82 @@
+"""Masks of blocks: aule's own, and PyTorch's taken as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aule.errors import InvalidArgumentError
+from aule.frontends.block_mask import MASK_INPUTS, BlockMask
+from aule.frontends.torch.flex.trace import traced
+from aule.ops.scores.functions.evaluate import Evaluator
+from aule.ops.scores.functions.program import BoundFunction
+from aule.ops.scores.functions.trace import OP
+
+_NO_MASK = 1 << 30
+"""Blocks of PyTorch's mask that stands for none are this long."""
+
+
+def mask_of(given: Any, q: Tensor, keys: int) -> tuple[BoundFunction, list[Tensor]] | None:
+    """The mask function of a call with queries ``q``, and the tensors that it captured; None if nothing is dropped."""
+    if given is None:
+        return None
+    if isinstance(given, BlockMask):
+        given.check(q.shape[0], q.shape[1], q.shape[2], keys)
+        work = "f64" if q.dtype == torch.float64 else "f32"
+        return given.trace((work, q.device), lambda: traced(given.mask_mod, MASK_INPUTS, q, "mask_mod"))
+    if not all(hasattr(given, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
+        raise InvalidArgumentError(
+            f"[{OP}] expected block_mask of create_block_mask, aule's or PyTorch's, got {type(given).__name__}; "
+            "make one with aule.create_block_mask"
+        )
+    if min(given.BLOCK_SIZE) >= _NO_MASK:
+        return None
+    own = getattr(given, "_aule_mask", None)
+    if own is None:
+        own = given._aule_mask = _of_torch(given)
+    return mask_of(own, q, keys)
+
+
+def _of_torch(given: Any) -> BlockMask:
+    """PyTorch's mask of blocks as one function: blocks that are listed as full are kept, those listed as partial where
+    its function says so, and others are dropped."""
+    shape = tuple(given.shape)
+    size_q, size_kv = given.BLOCK_SIZE
+    function: Callable[..., Any] | None = given.mask_mod
+    columns = -(-shape[3] // size_kv)
+    partial = _dense(given.kv_num_blocks, given.kv_indices, columns)
+    full = None
+    if given.full_kv_num_blocks is not None:
+        full = _dense(given.full_kv_num_blocks, given.full_kv_indices, columns)
+    batches, heads = partial.shape[:2]
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        at = (b if batches > 1 else 0, h if heads > 1 else 0, q // size_q, kv // size_kv)
+        kept = partial[at] if function is None else partial[at] & function(b, h, q, kv)
+        return kept if full is None else kept | full[at]
+
+    return BlockMask(mask_mod, shape, (size_q, size_kv), mask_evaluator)
+
+
+def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Lists of blocks ``[batch, heads, rows, blocks]``, of which the first ``counts`` count, as booleans."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    dense = torch.zeros((*counts.shape, max(columns, indices.shape[-1]) + 1), dtype=torch.bool, device=indices.device)
+    # Those that do not count go to one column more, which is cut off.
+    places = torch.where(listed, indices, dense.shape[-1] - 1).to(torch.int64)
+    return dense.scatter_(-1, places, True)[..., :columns].contiguous()
+
+
+def mask_evaluator(block_mask: BlockMask) -> Evaluator:
+    """The mask's function on NumPy arrays."""
+    like = torch.empty(0)
+    found, arrays = block_mask.trace("print", lambda: traced(block_mask.mask_mod, MASK_INPUTS, like, "mask_mod"))
+    return Evaluator(found, [_on_host(x) for x in arrays])
+
+
+def _on_host(x: Any) -> Any:
+    x = x.detach().cpu()
+    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy()
