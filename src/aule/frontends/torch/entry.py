@@ -163,6 +163,10 @@ def flex_attention(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with functions of the user, and its log-sum-exp."""
+    if read_by_dynamo():
+        from aule.frontends.torch.compile import dynamo
+
+        return dynamo.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
     from aule.frontends.torch.flex import entry  # few programs use it
 
     return entry.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
