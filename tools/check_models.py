@@ -164,7 +164,7 @@ with its own eager attention; outputs with and without padding, gradients, and `
 compared. Written by `tools/check_models.py` on {date} with {versions}, on the CPU in float32.
 
 - **served**: aule computed attention, and the results agree (relative error below 1e-3).
-- **handed on**: no call reached aule, and the results agree: the model has no attention, or computes it in its own code.
+- **handed on**: no call reached aule, and the results agree: the model has no attention, or code of its own for it.
 - **refused**: an error names the reason and what to use instead.
 - **wrong**: the results differ. There must be none.
 

@@ -200,9 +200,10 @@ def main() -> int:
         "# Compiled kernels",
         "",
         "Registers, spills and shared memory of the kernels, as the vendors' offline compilers report them. No GPU is "
-        "involved: a kernel in this table is known to compile, not to run. Kernels are named by dtype, head dimension and "
-        "options (*all*: causal, window, softcap, mask, bias, alibi, sinks and lse at once); they are forward kernels "
-        "unless the name says otherwise, with default tiles and contiguous arrays. Written by `tools/compile_table.py`.",
+        "involved: a kernel in this table is known to compile, not to run. Kernels are named by dtype, head dimension "
+        "and options (*all*: causal, window, softcap, mask, bias, alibi, sinks and lse at once); they are forward "
+        "kernels unless the name says otherwise, with default tiles and contiguous arrays. Written by "
+        "`tools/compile_table.py`.",
     ]
     if "nvidia" in wanted:
         lines += ["", *(nvidia_section(cases) if shutil.which("ptxas") else ["## NVIDIA", "", "ptxas was not found."])]

@@ -1,4 +1,4 @@
-"""Public functions around PyTorch's attention function: aule's own, `install` and what counts the calls.
+"""aule as a replacement for PyTorch's ``scaled_dot_product_attention``: the function, `install`, and call counts.
 
 Nothing here imports torch before it is called, and nothing is replaced before `install` is called.
 """
@@ -47,7 +47,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention on torch tensors with the signature and meaning of PyTorch's function of this name.
+    """Compute attention on torch tensors, with the signature and meaning of PyTorch's function of this name.
 
     Parameters
     ----------

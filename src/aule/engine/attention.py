@@ -1,4 +1,4 @@
-"""Attention calls: the planner for a problem on a device, and calls on arrays in host memory or on the device."""
+"""Runs attention: plans a problem on a device, loads its kernels, and computes on host or device arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding calls: the planner for a problem on a device, and calls on host arrays."""
+"""Runs decoding: plans a problem on a device, loads its kernels, and computes on host arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of keys and values in host memory: new rows and copies of pages."""
+"""KV caches in host memory: appends new rows and copies pages."""
 
 from __future__ import annotations
 

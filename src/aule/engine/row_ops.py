@@ -1,4 +1,4 @@
-"""Calls of row operations: planning on a device, and calls on host arrays."""
+"""Runs row operations: plans them on a device, and computes on host arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry of calls on torch tensors. Imported only when torch is loaded already.
+"""Entry point of calls on torch tensors. Imported only if torch is already loaded.
 
 Calls like an earlier one are launched at once (`repeated`). Other calls become a `Call`, which the route of the first
 tensor computes (`route`); if a gradient is needed, `autograd` comes first. Where PyTorch traces, transforms or

@@ -1,4 +1,4 @@
-"""aule's ``scaled_dot_product_attention``, and the function that `aule.install` puts in the place of PyTorch's."""
+"""aule's ``scaled_dot_product_attention``, and the replacement that `aule.install` sets for PyTorch's."""
 
 from __future__ import annotations
 
