@@ -152,6 +152,11 @@ def errors() -> dict[str, str]:
     return result
 
 
+def refusals() -> dict[str, str]:
+    """Return why backends are unavailable, of those that were probed so far; probes none."""
+    return {name: error.message for name, error in list(_errors.items())} if os.getpid() == _pid else {}
+
+
 def choose(spec: str | None = None) -> Device | None:
     """Choose the device for arrays in host memory; None means NumPy.
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from aule.engine import observe
 from aule.errors import AuleError, InvalidArgumentError
 from aule.frontends.torch import passes, repeated, route
 from aule.frontends.torch.autograd.refuse import refuse_second
@@ -66,7 +67,7 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | Results) -> None:
         spec, ctx.options, ctx.backend, *tensors = inputs
-        ctx.spec = spec
+        ctx.spec, ctx.caller = spec, observe.caller.get()
         ctx.set_materialize_grads(False)
         where = place(spec, ctx.options)
         if where is not None:
@@ -82,10 +83,11 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
         spec: OpSpec = ctx.spec
         inputs = ctx.saved_tensors
         known = spec, douts[: len(spec.outputs)], inputs, ctx.options, ctx.backend, ctx.needs_input_grad[3:], _run
-        if not grad_enabled():  # unless second derivatives are wanted
-            return (None, None, None, *gradients(*known))
-        with torch.no_grad():
-            found = gradients(*known)
+        with observe.called_by(ctx.caller):
+            if not grad_enabled():  # unless second derivatives are wanted
+                return (None, None, None, *gradients(*known))
+            with torch.no_grad():
+                found = gradients(*known)
         return (None, None, None, *refuse_second(found, *douts, *inputs, op=spec.name))
 
     @staticmethod
