@@ -152,9 +152,15 @@ def errors() -> dict[str, str]:
     return result
 
 
-def refusals() -> dict[str, str]:
-    """Return why backends are unavailable, of those that were probed so far; probes none."""
-    return {name: error.message for name, error in list(_errors.items())} if os.getpid() == _pid else {}
+def passed_over(chosen: str) -> dict[str, str]:
+    """Return why backends before a chosen one, in order of preference, are not chosen: of those that were probed."""
+    if os.getpid() != _pid:
+        return {}
+    result = {name: error.message for name, error in list(_errors.items())}
+    for name, group in list(_found.items()):
+        if group and all(device.target.software for device in group):
+            result[name] = f"[{name}] {group[0].target.name} is a software device, which only backend={name!r} chooses"
+    return {name: result[name] for name in NAMES[: NAMES.index(chosen)] if name in result}
 
 
 def choose(spec: str | None = None) -> Device | None:

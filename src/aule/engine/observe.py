@@ -107,8 +107,8 @@ def tally(op: str, target: Target, kernel: str, launches: Sequence[str], backwar
         first = target.name not in _said
         _said.add(target.name)
     if first:
-        others = "; ".join(f"{name}: {message}" for name, message in registry.refusals().items())
-        log.info("serving on %s (%s)%s", target.backend, target.name, f"; not available: {others}" if others else "")
+        others = "".join(f"; not on {message}" for message in registry.passed_over(target.backend).values())
+        log.info("serving on %s (%s)%s", target.backend, target.name, others)
     return found
 
 

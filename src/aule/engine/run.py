@@ -138,7 +138,7 @@ class PreparedCall:
         plan = self.plan
         places = {name: i for i, name in enumerate((*names, *plan.workspace, *plan.scratch))}
         launches = [[places[name] for name in buffers] for buffers in self._buffers()]
-        sizes = [-(-max(count, 1) * self._itemsize // _ALIGNMENT) * _ALIGNMENT for count in plan.workspace.values()]
+        sizes = workspace_sizes(plan, self._itemsize)
         shared = (self._memory, sizes, list(plan.scratch.values())) if plan.workspace or plan.scratch else None
         return BoundCall(self, self._starts, launches, len(names), shared)
 
@@ -229,6 +229,11 @@ class BoundCall:
         else:
             for start, pick in self._starts:
                 start(pick(memory), stream)
+
+
+def workspace_sizes(plan: Plan, itemsize: int) -> list[int]:
+    """Bytes of each workspace of a plan."""
+    return [-(-max(count, 1) * itemsize // _ALIGNMENT) * _ALIGNMENT for count in plan.workspace.values()]
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

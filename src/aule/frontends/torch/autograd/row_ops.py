@@ -60,7 +60,7 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(spec: OpSpec, options: Options, backend: str | None, *tensors: Tensor | None) -> Tensor | Results:
-        found = _run(spec, tensors, options, backend, (*spec.outputs, *_outputs_to_save(spec, tensors, backend)))
+        found = _run(spec, tensors, options, backend, (*spec.outputs, *outputs_to_save(spec, tensors, backend)))
         found = tuple(x for x in found if x is not None)
         return found[0] if len(found) == 1 else found
 
@@ -75,7 +75,7 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
         hidden: tuple[str, ...] = ()
         if isinstance(output, tuple) and len(output) > len(spec.outputs):
             ctx.mark_non_differentiable(*output[len(spec.outputs) :])
-            hidden = _outputs_to_save(spec, tensors, ctx.backend)
+            hidden = outputs_to_save(spec, tensors, ctx.backend)
         ctx.save_for_backward(*saved(spec, tensors, output, hidden))
 
     @staticmethod
@@ -168,7 +168,7 @@ def _standing_in(spec: OpSpec) -> frozenset[str]:
     return frozenset(x.name for x in required_gradient(spec).operands if x.stands_for is not None)
 
 
-def _outputs_to_save(spec: OpSpec, tensors: Tensors, backend: str | None) -> tuple[str, ...]:
+def outputs_to_save(spec: OpSpec, tensors: Tensors, backend: str | None) -> tuple[str, ...]:
     """Results that a call computes only for its gradient."""
     first = tensors[0]
     if not spec.saved_outputs or first is None:
