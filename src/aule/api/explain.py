@@ -46,6 +46,8 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
 
     Examples
     --------
+    >>> import aule
+    >>> import numpy as np
     >>> q = np.ones((1, 8, 256, 64), np.float32)
     >>> plan = aule.explain(q, q, q, backend="numpy")
     >>> plan.device, plan.device_reason

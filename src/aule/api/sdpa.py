@@ -238,11 +238,13 @@ def dispatch_stats() -> DispatchStats:
 
     Examples
     --------
+    >>> import aule
+    >>> import numpy as np
     >>> aule.reset_dispatch_stats()
     >>> x = np.ones((2, 64), np.float32)
     >>> y = aule.swiglu(x)
-    >>> [(row["op"], row["count"]) for row in aule.dispatch_stats()["calls"]]
-    [('swiglu', 1)]
+    >>> [(row["op"], row["caller"], row["count"]) for row in aule.dispatch_stats()["calls"]]
+    [('swiglu', 'direct', 1)]
     """
     with _lock:
         now = {"served": _served, "passed_on": _passed_on.total(), "reasons": dict(_passed_on), "ops": dict(_ops)}
