@@ -135,6 +135,11 @@ def test_cuda_tensors_in_place(plans: list[Any], monkeypatch: pytest.MonkeyPatch
     assert found.device_reason == "tensors on cpu are used in place" and not found.copied
     assert found.kernel == "simt" and found.backward is not None and found.backward.kernel == "simt"
     assert [x.kernel for x in found.launches] == ["flash_attention"]
+    half = aule.explain(*(x.half() for x in (q, k, v)))
+    assert half.kernel == "fragment" and half.kernel_reason == "the device has matrix units for float16"
+    assert half.computed_in == "float32, products of float16"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert aule.explain(q, k, v).dtype == "bfloat16"
     assert not plans
 
 

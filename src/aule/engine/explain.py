@@ -162,7 +162,7 @@ def explain(
         device_reason=chosen.reason,
         passed_over=registry.passed_over(target.backend) if chosen.by_preference else {},
         kernel=kernel,
-        kernel_reason=_kernel_reason(kernel, problem.dtype, target),
+        kernel_reason=_kernel_reason(kernel, problem.dtype, factors, target),
         dtype=_DTYPES[problem.dtype],
         computed_in=work,
         copied=chosen.copied,
@@ -229,8 +229,9 @@ def _text(tiles: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _kernel_reason(kernel: str, dtype: str, target: Target) -> str:
-    name = _DTYPES[dtype]
+def _kernel_reason(kernel: str, dtype: str, factors: str, target: Target) -> str:
+    """Why an engine computes; ``factors`` is the type that it multiplies."""
+    name, units = _DTYPES[dtype], _DTYPES.get(factors, factors)
     if kernel == "simt":
         if dtype == "f32":
             return "float32 is multiplied exactly, not on matrix units, unless precision= allows rounding"
@@ -239,7 +240,7 @@ def _kernel_reason(kernel: str, dtype: str, target: Target) -> str:
         return f"the kernels on matrix units for {name} do not fit the options or the layout of this call"
     return {
         registry.NUMPY: "NumPy computes, no kernel is launched",
-        "warpgroup": f"the device has matrix units for {name} that four subgroups use together",
-        "fragment": "matrix units multiply fragments of a subgroup",
+        "warpgroup": f"the device has matrix units for {units} that four subgroups use together",
+        "fragment": f"the device has matrix units for {units}",
         "vector": "the CPU's kernels use its vector registers",
     }.get(kernel, "rows are read, reduced and written; no matrices are multiplied")
