@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     )
     from aule.api.context import Aule, Tensor
     from aule.api.decode import cascade_attention, decode_attention, flash_attention_paged, merge_states
+    from aule.api.explain import explain
     from aule.api.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
     from aule.api.kvcache import KVCache
     from aule.api.launch import Kernel, kernel, launch
@@ -102,6 +103,7 @@ __all__ = [
     "cross_entropy",
     "decode_attention",
     "dispatch_stats",
+    "explain",
     "flash_attention",
     "flash_attention_paged",
     "flash_attention_rope",
@@ -140,6 +142,7 @@ _HOMES = (
     "api.decode",
     "api.row_ops",
     "api.context",
+    "api.explain",
     "api.info",
     "api.sdpa",
     "api.kvcache",

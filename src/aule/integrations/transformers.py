@@ -19,6 +19,7 @@ import torch
 
 from aule.api.attention import flash_attention
 from aule.errors import AuleError
+from aule.frontends.torch.modes import called_by
 from aule.frontends.torch.route import host_backend
 from aule.integrations import _transformers_models as models
 
@@ -38,6 +39,7 @@ def register(name: str = "aule") -> None:
     models.check_models_of(name)
 
 
+@called_by("transformers")
 def attention_forward(
     module: Any,
     query: Any,
