@@ -159,17 +159,17 @@ def wrong(data: dict[str, Any]) -> list[str]:
 
 INTRODUCTION = """# Models
 
-Every family of transformers of which a tiny random model could be made, with aule's attention against its own eager
-one: outputs with and without padding, gradients, and `generate` where a class has it. Written by
-`tools/check_models.py` on {date} with {versions}, on the CPU in float32.
+Which model families work with aule. For each one a tiny random model is made and run twice, with aule's attention and
+with its own eager attention; outputs with and without padding, gradients, and `generate` (where the class has it) are
+compared. Written by `tools/check_models.py` on {date} with {versions}, on the CPU in float32.
 
 - **served**: aule computed attention, and the results agree (relative error below 1e-3).
-- **handed on**: no call reached aule, and the results agree: the model has no attention, or computes it itself.
+- **handed on**: no call reached aule, and the results agree: the model has no attention, or code of its own for it.
 - **refused**: an error names the reason and what to use instead.
-- **wrong**: neither; there must be none.
+- **wrong**: the results differ. There must be none.
 
-Gradients of models with sound as input are compared without padding. A row of which every key is padding is undefined:
-where outputs have the length of the input, such rows are left out; elsewhere PyTorch's attention is the reference (*).
+Gradients of audio models are compared without padding. If every key of a row is padding, its result is undefined: such
+rows are left out if the output has the length of the input; otherwise PyTorch's attention is the reference (*).
 """
 
 COLUMNS = {

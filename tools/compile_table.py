@@ -68,7 +68,7 @@ def nvidia_section(cases: Sequence[Case]) -> list[str]:
     lines = [
         "## NVIDIA",
         "",
-        f"{_version(['ptxas', '--version'], r'V[0-9.]+')}. Registers a thread, + bytes of spills where there are any / "
+        f"{_version(['ptxas', '--version'], r'V[0-9.]+')}. Registers per thread, + bytes of spills if there are any / "
         "KiB of shared memory.",
         "",
         _head(["kernel", *SHARED_LIMITS]),
@@ -197,11 +197,13 @@ def main() -> int:
     options = parser.parse_args()
     wanted, cases = options.only.split(","), all_cases()
     lines = [
-        "# What the compilers make of the kernels",
+        "# Compiled kernels",
         "",
-        "Written by `tools/compile_table.py`: the default tiles, contiguous arrays, no GPU involved. It is the forward "
-        "kernel unless said otherwise. Kernels are named by dtype, head dimension and options (*all*: causal, window, "
-        "softcap, mask, bias, alibi, sinks and lse at once).",
+        "Registers, spills and shared memory of the kernels, as the vendors' offline compilers report them. No GPU is "
+        "involved: a kernel in this table is known to compile, not to run. Kernels are named by dtype, head dimension "
+        "and options (*all*: causal, window, softcap, mask, bias, alibi, sinks and lse at once); they are forward "
+        "kernels unless the name says otherwise, with default tiles and contiguous arrays. Written by "
+        "`tools/compile_table.py`.",
     ]
     if "nvidia" in wanted:
         lines += ["", *(nvidia_section(cases) if shutil.which("ptxas") else ["## NVIDIA", "", "ptxas was not found."])]

@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     )
     from aule.api.context import Aule, Tensor
     from aule.api.decode import cascade_attention, decode_attention, flash_attention_paged, merge_states
+    from aule.api.explain import explain
     from aule.api.flex import (
         AuxOutput,
         AuxRequest,
@@ -117,6 +118,7 @@ __all__ = [
     "cross_entropy",
     "decode_attention",
     "dispatch_stats",
+    "explain",
     "flash_attention",
     "flash_attention_paged",
     "flash_attention_rope",
@@ -159,6 +161,7 @@ _HOMES = (
     "api.flex",
     "api.row_ops",
     "api.context",
+    "api.explain",
     "api.info",
     "api.sdpa",
     "api.kvcache",

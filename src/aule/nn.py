@@ -16,12 +16,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from aule.api.row_ops import geglu, layer_norm, rms_norm, rope, swiglu
+from aule.api import row_ops
 from aule.api.sdpa import count_op
 from aule.errors import InvalidDtypeError, InvalidShapeError
+from aule.frontends.torch.modes import called_by
 from aule.ops.rope.tables import checked_frequencies, frequencies
 
 __all__ = ["GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
+
+_by_layer = called_by("nn")
+geglu, swiglu = _by_layer(row_ops.geglu), _by_layer(row_ops.swiglu)
+layer_norm, rms_norm = _by_layer(row_ops.layer_norm), _by_layer(row_ops.rms_norm)
+rope = _by_layer(row_ops.rope)
 
 
 def count(op: str) -> None:

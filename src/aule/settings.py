@@ -8,9 +8,9 @@ from pathlib import Path
 
 from aule.errors import InvalidArgumentError
 
-_BACKEND, _NUM_THREADS, _CHECK_INDICES = (
+_BACKEND, _NUM_THREADS, _CHECK_INDICES, _NVTX = (
     os.fsencode(name) if os.name == "posix" else name
-    for name in ("AULE_BACKEND", "AULE_NUM_THREADS", "AULE_CHECK_INDICES")
+    for name in ("AULE_BACKEND", "AULE_NUM_THREADS", "AULE_CHECK_INDICES", "AULE_NVTX")
 )
 
 
@@ -48,6 +48,11 @@ def check_indices() -> bool:
     Every such call then waits for the device. Those in host memory are always checked.
     """
     return not _missing(_CHECK_INDICES) and _switch("AULE_CHECK_INDICES", "0")
+
+
+def nvtx() -> bool:
+    """``AULE_NVTX=1`` shows every call and its kernels as NVTX or ROCTX ranges, for Nsight Systems and rocprof."""
+    return not _missing(_NVTX) and _switch("AULE_NVTX", "0")
 
 
 def cache_dir() -> Path:

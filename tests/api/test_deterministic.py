@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import grid
@@ -16,6 +15,7 @@ from aule.engine.attention import attention_views
 from aule.ops.attention.plan.backward import plan_backward
 from aule.ops.attention.validate import attention_problem
 from aule.ops.attention.varlen import varlen_problem
+from aule.ops.shared.plan import Plan
 from aule.options import AttentionOptions
 from aule.view import TensorView, contiguous_strides
 
@@ -161,12 +161,12 @@ def test_planned_again_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen: list[bool] = []
 
-    def prepare(problem: Any, *_: Any) -> Any:
+    def plan(problem: Any, *_: Any) -> Any:
         seen.append(problem.deterministic)
-        return SimpleNamespace(empty=True)
+        return Plan(())
 
     in_place_of_cuda(monkeypatch)
-    monkeypatch.setattr(torch_attention, "prepare_backward", prepare)
+    monkeypatch.setattr(torch_attention, "backward_plan", plan)
     x, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
     saved = torch_attention.Saved(x, x, x, x, lse, x)
     for option in (False, True, False, True):

@@ -53,7 +53,8 @@ def test_importing_aule_neither_imports_torch_nor_replaces_anything() -> None:
 import sys, aule
 assert "torch" not in sys.modules
 aule.uninstall()
-assert aule.dispatch_stats() == {"served": 0, "passed_on": 0, "reasons": {}, "ops": {}} and "torch" not in sys.modules
+assert aule.dispatch_stats() == {"served": 0, "passed_on": 0, "reasons": {}, "ops": {}, "calls": []}
+assert "torch" not in sys.modules
 import torch
 assert torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 """
@@ -69,7 +70,7 @@ def test_install_and_uninstall() -> None:
     assert F.scaled_dot_product_attention is ours
     q, k, v = tensors((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8))
     torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), ORIGINAL(q, k, v))
-    assert aule.dispatch_stats() == {"served": 1, "passed_on": 0, "reasons": {}, "ops": {}}
+    assert aule.dispatch_stats().items() >= {"served": 1, "passed_on": 0, "reasons": {}, "ops": {}}.items()
     aule.uninstall()
     aule.uninstall()
     assert F.scaled_dot_product_attention is ORIGINAL
@@ -137,20 +138,23 @@ def test_reasons() -> None:
             sdpa(q, k.half(), v)
         with pytest.raises(RuntimeError):
             sdpa(q, k, v[..., :2, :1, 1])
-    assert aule.dispatch_stats() == {
-        "served": 0,
-        "passed_on": 7,
-        "reasons": {
-            "head_dim above 256": 1,
-            "scale": 1,
-            "device meta": 1,
-            "a functorch transform": 1,
-            "attn_mask with is_causal": 1,
-            "dtype": 1,
-            "shapes": 1,
-        },
-        "ops": {},
-    }
+    assert (
+        aule.dispatch_stats().items()
+        >= {
+            "served": 0,
+            "passed_on": 7,
+            "reasons": {
+                "head_dim above 256": 1,
+                "scale": 1,
+                "device meta": 1,
+                "a functorch transform": 1,
+                "attn_mask with is_causal": 1,
+                "dtype": 1,
+                "shapes": 1,
+            },
+            "ops": {},
+        }.items()
+    )
 
 
 def test_a_backend_that_cannot_is_counted_by_its_code() -> None:
@@ -280,7 +284,7 @@ def test_dropout_in_training_is_served() -> None:
         first.sum().backward()
         torch.manual_seed(0)
         assert torch.equal(layer(x), first) and not torch.equal(layer(x), first)
-    assert aule.dispatch_stats() == {"served": 3, "passed_on": 0, "reasons": {}, "ops": {}}
+    assert aule.dispatch_stats().items() >= {"served": 3, "passed_on": 0, "reasons": {}, "ops": {}}.items()
 
 
 @pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])

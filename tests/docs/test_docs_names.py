@@ -11,8 +11,10 @@ import pytest
 from repository import ROOT
 
 FOLDERS = ("src", "tests", "tools", "benchmarks", "examples", "scripts", "docs", ".github")
-PRESENT = ("README.md", "docs/design.md", "docs/kernel-language.md", "docs/numerics.md")
+PRESENT = ("README.md", "docs/contributing.md", "docs/design.md", "docs/kernel-language.md", "docs/numerics.md")
 """Pages on what is there now; the notebook, docs/lab, tells of what was there on its day."""
+GUIDES = ("docs/migrating.md", "docs/troubleshooting.md")
+"""They name other libraries' functions too."""
 NOTEBOOK = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "lab").glob("*.md"))
 FOREIGN = {"v_permlanex16", "OpAtomicIAdd"}
 """Instructions of drivers' languages that no renderer of ours writes."""
@@ -112,8 +114,15 @@ def test_places() -> None:
     assert said and not wrong
 
 
-@pytest.mark.parametrize("page", [*PRESENT, "CHANGELOG.md", "SECURITY.md", *NOTEBOOK])
+@pytest.mark.parametrize("page", [*PRESENT, *GUIDES, "CHANGELOG.md", "SECURITY.md", *NOTEBOOK])
 def test_lines(page: str) -> None:
     """Tables have rows as long as they are."""
     lines = text_of(page).splitlines()
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def test_every_error_code_is_explained() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    sources = (path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    codes = {code for source in sources for code in re.findall(r"\"(AULE_ERROR_[A-Z_]+)\"", source)}
+    assert len(codes) > 12 and not {code for code in codes if f"`{code}`" not in text}

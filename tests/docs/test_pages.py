@@ -33,8 +33,10 @@ NOT_RUN = (
 """Commands that install, or need a network, an environment of their own or minutes."""
 
 RUNNER = """
-import contextlib, io, json, sys
-namespace = {"__name__": "__main__"}
+import contextlib, io, json, sys, types
+runner = sys.modules["__main__"]
+sys.modules["__main__"] = types.ModuleType("__main__")  # PyTorch's compiler looks up globals of functions there
+namespace = vars(sys.modules["__main__"])
 for kind, line, body in json.load(open(sys.argv[1], encoding="utf-8")):
     if kind == "python":
         output = io.StringIO()

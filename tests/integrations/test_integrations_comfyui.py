@@ -28,12 +28,15 @@ def fresh() -> None:
 
 
 def stats(served: int, **reasons: int) -> None:
-    assert aule.dispatch_stats() == {
-        "served": served,
-        "passed_on": sum(reasons.values()),
-        "reasons": reasons,
-        "ops": {},
-    }
+    assert (
+        aule.dispatch_stats().items()
+        >= {
+            "served": served,
+            "passed_on": sum(reasons.values()),
+            "reasons": reasons,
+            "ops": {},
+        }.items()
+    )
 
 
 # -- the stand-in ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Public functions of attention; each calls the front end of its arrays."""
+"""The attention functions of the public API. Each passes its arrays to the front end for their type."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def flash_attention(
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
-    """Attention, exact, without ever storing the score matrix.
+    """Compute exact attention without storing the score matrix.
 
     Parameters
     ----------
@@ -66,11 +66,11 @@ def flash_attention(
         Rotate the rows of q and k by their positions, inside the kernel (rotary position embedding); float32 or the
         dtype of q, ``[positions, rotary_dim // 2]`` or ``[batch, positions, rotary_dim // 2]``. The first
         ``rotary_dim`` columns are rotated. Tables of more than ``head_dim // 2`` columns are taken for transformers'
-        ``[..., rotary_dim]``, whose second half repeats the first. Key ``j`` has row ``j`` of the tables, and a query
-        that of the key it stands at by ``causal_align``, causal or not: the last query that of the last key
-        (``"bottom-right"``), or query ``i`` row ``i`` (``"top-left"``). With more queries than keys, bottom-right,
-        the queries begin at row 0 and the keys at row ``seq_q - seq_kv``. So ``max(seq_q, seq_kv)`` positions are
-        needed. No gradient for cos and sin.
+        ``[..., rotary_dim]``, whose second half repeats the first. Key ``j`` uses row ``j`` of the tables. A query uses
+        the row of the key that ``causal_align`` aligns it with, causal or not: the last query that of the last key
+        (``"bottom-right"``), or query ``i`` row ``i`` (``"top-left"``). With more queries than keys and bottom-right,
+        queries start at row 0 and keys at row ``seq_q - seq_kv``. So the tables need ``max(seq_q, seq_kv)`` positions.
+        cos and sin have no gradient.
     rope_interleaved : bool
         Columns ``2 i`` and ``2 i + 1`` are a pair (GPT-J); otherwise ``i`` and ``i + rotary_dim // 2`` (Llama).
     dropout_p : float
@@ -94,7 +94,7 @@ def flash_attention(
         the digits of fp16 and the range of float32, and needs CUDA sm_80 or newer. Gradients are computed in float32.
         A device without such units is refused; without this option float32 is never rounded.
     out : array, optional
-        Write the result here; it may lie over q, k or v.
+        Write the result here; it may share memory with q, k or v.
     backend : str, optional
         ``"cuda"``, ``"vulkan:1"``, ``"numpy"`` ...; default: where the arrays live, else the best device.
 
@@ -114,9 +114,9 @@ def flash_attention(
 
 
 def aule_attention(q: Any, k: Any, v: Any, causal: bool = True, scale: float | None = None, **options: Any) -> Any:
-    """Attention on torch tensors, with gradients.
+    """Compute attention on torch tensors, with gradients.
 
-    It is `flash_attention` for torch tensors alone, with ``causal`` and ``scale`` by position too.
+    The same as `flash_attention`, but only for torch tensors; ``causal`` and ``scale`` may also be positional.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def flash_attention_varlen(
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
-    """Attention within each sequence of a packed batch, all of them in one launch.
+    """Compute attention within each sequence of a packed batch, in one launch.
 
     Parameters
     ----------
@@ -179,13 +179,13 @@ def flash_attention_varlen(
         ``[total_k, heads_kv, head_dim]``.
     cu_seqlens_q, cu_seqlens_k : int32 array
         ``[batch + 1]``: where each sequence begins, and where the last one ends; from 0 up to ``total_q`` and
-        ``total_k``. A sequence may be empty, and have another length in k than in q. In host memory they are checked;
-        on a GPU they are taken as they are.
+        ``total_k``. A sequence may be empty, and may have another length in k than in q. Offsets in host memory are
+        checked; those on a GPU are not.
     max_seqlen_q, max_seqlen_k : int, optional
-        Lengths of the longest sequences. Where they are not given and the offsets are on a GPU, the call waits for it
-        to read them.
+        Lengths of the longest sequences. If they are missing and the offsets are on a GPU, the call reads them from
+        the offsets, which waits for the GPU.
     mask, bias : None
-        Not for packed batches.
+        Not supported for packed batches.
     alibi_slopes : float32 array, optional
         ``[heads_q]`` or ``[batch, heads_q]``.
     causal, scale, window, softcap, sinks, rope, rope_interleaved, dropout_p, seed, causal_align, return_lse, \
@@ -210,9 +210,9 @@ def flash_attention_varlen(
 def flash_attention_rope(
     q: Any, k: Any, v: Any, cos: Any, sin: Any, causal: bool = True, scale: float | None = None, **options: Any
 ) -> Any:
-    """Attention with rotary position embeddings of q and k.
+    """Compute attention with rotary position embeddings of q and k.
 
-    It is ``flash_attention(rope=(cos, sin))``.
+    The same as ``flash_attention(rope=(cos, sin))``.
 
     Parameters
     ----------
@@ -238,7 +238,7 @@ def flash_attention_rope(
 def precompute_rope_frequencies(
     seq_len: int, head_dim: int, base: float = 10000.0, device: Any = None, dtype: Any = None
 ) -> tuple[Any, Any]:
-    """Cosines and sines of rotary position embeddings.
+    """Compute the cosines and sines of rotary position embeddings.
 
     Parameters
     ----------
@@ -249,9 +249,9 @@ def precompute_rope_frequencies(
     base : float
         Pair ``i`` is rotated by ``base ** (-2 i / head_dim)`` per position.
     device : torch.device or str, optional
-        Give torch tensors there; otherwise, unless ``dtype`` is one of torch, NumPy arrays.
+        Return torch tensors on this device. Default: NumPy arrays, unless ``dtype`` is a torch dtype.
     dtype : dtype, optional
-        Default float32. They are computed in float64 and rounded once.
+        Default float32. The values are computed in float64 and rounded once.
 
     Returns
     -------
@@ -284,7 +284,7 @@ def attention(
     intermediate_precision: str = "fp32",
     output_precision: str | None = None,
 ) -> Any:
-    """Attention with chosen precisions.
+    """Compute attention with chosen precisions. Not causal by default.
 
     Parameters
     ----------

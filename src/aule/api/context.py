@@ -138,7 +138,7 @@ class Aule:
     Parameters
     ----------
     backend : str, optional
-        ``"cuda"``, ``"vulkan:1"`` ...; default: the best device, a software one where there is no other.
+        ``"cuda"``, ``"vulkan:1"`` ...; default: the best device; a software one if there is no other.
 
     Examples
     --------

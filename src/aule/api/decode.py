@@ -1,4 +1,4 @@
-"""Public functions of decoding over caches of keys and values; each calls the front end of its arrays."""
+"""The decoding functions of the public API: attention over caches of keys and values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decode_attention(
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
-    """Attention of the newest tokens of each sequence over its cache of keys and values.
+    """Compute attention of the newest tokens of each sequence over its cache of keys and values.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def flash_attention_paged(
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
-    """Attention over keys and values that lie in pages of a pool.
+    """Compute attention over keys and values that are stored in pages of a pool.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The backends of this machine, their devices, and why others are unavailable. Nothing is probed at import."""
+"""Which backends and devices this machine has, and why others are unavailable. Nothing is probed at import."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _EXTRAS = (
 
 
 def get_available_backends() -> list[str]:
-    """Backends that work here, the preferred first.
+    """List the backends that work on this machine, in order of preference.
 
     Returns
     -------
     list of str
         Backends with a hardware device in order of preference, then those with software devices only (lavapipe, PoCL),
-        which are used when asked for by name, and ``"numpy"``, which is always there, last.
+        which are used only if named, and last ``"numpy"``, which is always available.
     """
     found = registry.available()
     software = {name: all(d.target.software for d in devices) for name, devices in found.items()}
@@ -43,7 +43,7 @@ def get_available_backends() -> list[str]:
 
 
 def get_backend_errors() -> dict[str, str]:
-    """Why each other backend was refused.
+    """Say why each unavailable backend is unavailable.
 
     Returns
     -------
@@ -54,7 +54,7 @@ def get_backend_errors() -> dict[str, str]:
 
 
 def get_backend_info() -> dict[str, Any]:
-    """Everything about the backends, fit for JSON.
+    """Return everything about backends and devices, in a form that JSON can hold.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Public functions of the row operations; each calls the front end of its first array."""
+"""The row operations of the public API: norms, gated units, rotary embedding, softmax, cross entropy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _call(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
 
 
 def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | None = None) -> Any:
-    """Rows divided by the root of their mean square: ``x / sqrt(mean(x**2) + eps) * weight``.
+    """Divide rows by the root of their mean square: ``x / sqrt(mean(x**2) + eps) * weight``.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Public functions around PyTorch's attention function: aule's own, `install` and what counts the calls.
+"""aule as a replacement for PyTorch's ``scaled_dot_product_attention``: the function, `install`, and call counts.
 
 Nothing here imports torch before it is called, and nothing is replaced before `install` is called.
 """
@@ -6,6 +6,7 @@ Nothing here imports torch before it is called, and nothing is replaced before `
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from aule.api.stats import DispatchStats
 from aule.backends import registry
+from aule.engine import observe
 from aule.errors import BackendUnavailableError
 from aule.frontends import without_torch
 
@@ -28,6 +31,7 @@ class _Installed:
     verbose: bool
 
 
+log = logging.getLogger("aule")
 _lock = threading.RLock()
 _now: _Installed | None = None
 _made: dict[Any, Any] = {}
@@ -47,7 +51,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention on torch tensors with the signature and meaning of PyTorch's function of this name.
+    """Compute attention on torch tensors, with the signature and meaning of PyTorch's function of this name.
 
     Parameters
     ----------
@@ -176,11 +180,11 @@ def register_flash_attention_impl(name: str = "aule") -> None:
     flash.register(name, _count)
 
 
-def attempt(*given: Any, backend: str | None = None, **named: Any) -> tuple[Any, str | None]:
+def attempt(*given: Any, backend: str | None = None, caller: str, **named: Any) -> tuple[Any, str | None]:
     """`scaled_dot_product_attention`, whose arguments it takes, for an integration that can fall back to another.
 
-    The call is counted in `dispatch_stats`. As with `install`, tensors are copied through the host only for a named
-    backend.
+    The call is counted in `dispatch_stats` under the name of its ``caller``. As with `install`, tensors are copied
+    through the host only for a named backend.
 
     Returns
     -------
@@ -190,7 +194,8 @@ def attempt(*given: Any, backend: str | None = None, **named: Any) -> tuple[Any,
         Why it must; None if it was served.
     """
     front_end = _front_end("attempt")
-    out, reason = front_end.attempt(front_end.Arguments(*given, **named), backend)
+    with observe.called_by(caller):
+        out, reason = front_end.attempt(front_end.Arguments(*given, **named), backend)
     _count(reason)
     return out, reason
 
@@ -206,18 +211,44 @@ def count_op(name: str) -> None:
         _ops[name] += 1
 
 
-def dispatch_stats() -> dict[str, Any]:
-    """Counts of calls that aule served and passed on, since it was loaded or `reset_dispatch_stats` was called.
+def dispatch_stats() -> DispatchStats:
+    """Counts of calls since aule was loaded or `reset_dispatch_stats` was called.
 
     Returns
     -------
-    dict
+    DispatchStats
+        A dict that prints as a table.
+
+        ``calls`` is a list with a dict for every kind of call that ran, most frequent first: ``op``, ``direction``
+        (forward or backward), ``backend``, ``kernel`` (the engine: warpgroup, fragment, simt, vector or rows; numpy;
+        ``own`` for `launch`), ``launches`` (names of the kernels), ``caller`` and ``count``.
+
         ``served`` and ``passed_on`` count calls of PyTorch's attention function, ``reasons`` has a count for every
         reason to pass one on. ``ops`` has a count for every op that layers of `aule.nn` called, including those that
         `patch_model` put into a model; calls within compiled code are not counted there.
+
+    Notes
+    -----
+    Callers are ``direct`` (your own code), ``install``, ``flash_attention_impl``, ``transformers``, ``diffusers``,
+    ``comfyui``, ``flash_attn``, ``nn`` (layers, also those of `patch_model`) and ``compiled`` (operators such as
+    ``aule::attention``, which compiled and exported programs and transforms run). Gradients have the caller of their
+    forward pass. A call is counted in ``calls`` when it has been launched; a replayed CUDA graph and a call with
+    nothing to compute are not. Counting takes no lock, so two threads that finish the same kind of call at the same
+    moment may lose one count.
+
+    Examples
+    --------
+    >>> import aule
+    >>> import numpy as np
+    >>> aule.reset_dispatch_stats()
+    >>> x = np.ones((2, 64), np.float32)
+    >>> y = aule.swiglu(x)
+    >>> [(row["op"], row["caller"], row["count"]) for row in aule.dispatch_stats()["calls"]]
+    [('swiglu', 'direct', 1)]
     """
     with _lock:
-        return {"served": _served, "passed_on": _passed_on.total(), "reasons": dict(_passed_on), "ops": dict(_ops)}
+        now = {"served": _served, "passed_on": _passed_on.total(), "reasons": dict(_passed_on), "ops": dict(_ops)}
+    return DispatchStats(now | {"calls": observe.counts()})
 
 
 def reset_dispatch_stats() -> None:
@@ -227,6 +258,7 @@ def reset_dispatch_stats() -> None:
         _served = 0
         _passed_on.clear()
         _ops.clear()
+    observe.reset()
 
 
 def _front_end(function: str) -> ModuleType:
@@ -252,5 +284,7 @@ def _count(reason: str | None) -> None:
             _passed_on[reason] += 1
             first = _passed_on[reason] == 1
         speak = first and _now is not None and _now.verbose
+    if first:
+        log.info("serving PyTorch's attention" if reason is None else f"passed on to PyTorch: {reason}")
     if speak:
         print("aule: serving attention" if reason is None else f"aule: passed on to PyTorch: {reason}")

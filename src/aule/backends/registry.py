@@ -152,6 +152,17 @@ def errors() -> dict[str, str]:
     return result
 
 
+def passed_over(chosen: str) -> dict[str, str]:
+    """Return why backends before a chosen one, in order of preference, are not chosen: of those that were probed."""
+    if os.getpid() != _pid:
+        return {}
+    result = {name: error.message for name, error in list(_errors.items())}
+    for name, group in list(_found.items()):
+        if group and all(device.target.software for device in group):
+            result[name] = f"[{name}] {group[0].target.name} is a software device, which only backend={name!r} chooses"
+    return {name: result[name] for name in NAMES[: NAMES.index(chosen)] if name in result}
+
+
 def choose(spec: str | None = None) -> Device | None:
     """Choose the device for arrays in host memory; None means NumPy.
 

@@ -1,4 +1,4 @@
-"""Attention calls: the planner for a problem on a device, and calls on arrays in host memory or on the device."""
+"""Runs attention: plans a problem on a device, loads its kernels, and computes on host or device arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from aule.backends import registry
 from aule.engine import host
-from aule.engine.memory import STORED, MemorySource, check_memory, host_view
+from aule.engine.memory import STORED, check_memory, host_view
 from aule.engine.probe import find_layout
 from aule.engine.run import PreparedCall, prepare
 from aule.errors import AuleError
@@ -20,7 +20,9 @@ from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
+from aule.ops.attention.varlen import OP as VARLEN
 from aule.ops.attention.varlen import sequences
+from aule.ops.shared.plan import Plan
 from aule.runtime.base import Device
 from aule.target import Target
 from aule.view import TensorView
@@ -29,14 +31,18 @@ Array = npt.NDArray[Any]
 _OP = "flash_attention"
 
 
-def prepare_forward(
+def op_of(problem: AttentionProblem) -> str:
+    """The public function of a problem."""
+    return _OP if problem.packed is None else VARLEN
+
+
+def forward_plan(
     problem: AttentionProblem,
     views: dict[str, TensorView],
     device: Device,
     aligned_base: dict[str, bool] | None = None,
-    memory: MemorySource | None = None,
-) -> PreparedCall:
-    """Plan a forward pass on a device and load its kernels.
+) -> Plan:
+    """Plan a forward pass on a device.
 
     Parameters
     ----------
@@ -45,39 +51,52 @@ def prepare_forward(
         computed in.
     aligned_base : dict, optional
         As for `plan_forward`; unused on the CPU.
-    memory : MemorySource, optional
-        As for `prepare`.
     """
     if device.target.backend == "cpu":
         from aule.ops.attention.cpu import plan as cpu  # imported late: `import aule` is to be quick
 
-        return host.prepare_once(cpu.plan_forward, problem, views, device)
+        return cpu.plan_forward(problem, views, device.target)
     check_memory(_OP, views, device)
     if problem.dtype in ("f16", "bf16") or problem.precision is not None:
         find_layout(device)
-    plan = plan_forward(problem, views, device.target, aligned_base)
-    return prepare(plan, device, memory=memory)
+    return plan_forward(problem, views, device.target, aligned_base)
 
 
-def prepare_backward(
+def backward_plan(
     problem: AttentionProblem,
     views: dict[str, TensorView],
     device: Device,
     aligned_base: dict[str, bool] | None = None,
-    memory: MemorySource | None = None,
-) -> PreparedCall:
-    """Plan the gradients on a device and load their kernels.
-
-    ``views`` are as for `plan_backward`, the other parameters as for `prepare_forward`.
-    """
+) -> Plan:
+    """Plan the gradients on a device; ``views`` are as for `plan_backward`, ``aligned_base`` as for `forward_plan`."""
     if device.target.backend == "cpu":
         from aule.ops.attention.cpu import plan as cpu
 
-        return host.prepare_once(cpu.plan_backward, problem, views, device)
+        return cpu.plan_backward(problem, views, device.target)
     check_memory(_OP, views, device)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
-    return prepare(plan_backward(problem, views, device.target, aligned_base), device, memory=memory)
+    return plan_backward(problem, views, device.target, aligned_base)
+
+
+def prepare_forward(problem: AttentionProblem, views: dict[str, TensorView], device: Device) -> PreparedCall:
+    """Plan a forward pass on a device, as `forward_plan` does, and load its kernels."""
+    op = op_of(problem)
+    if device.target.backend == "cpu":
+        from aule.ops.attention.cpu import plan as cpu
+
+        return host.prepare_once(op, cpu.plan_forward, problem, views, device)
+    return prepare(forward_plan(problem, views, device), device, op=op)
+
+
+def prepare_backward(problem: AttentionProblem, views: dict[str, TensorView], device: Device) -> PreparedCall:
+    """Plan the gradients on a device, as `backward_plan` does, and load their kernels."""
+    op = op_of(problem)
+    if device.target.backend == "cpu":
+        from aule.ops.attention.cpu import plan as cpu
+
+        return host.prepare_once(op, cpu.plan_backward, problem, views, device, backward=True)
+    return prepare(backward_plan(problem, views, device), device, op=op, backward=True)
 
 
 def attention_views(operands: Operands, out: TensorView) -> dict[str, TensorView]:
@@ -137,7 +156,7 @@ def forward_on_host(
         out = np.empty(problem.out_shape, STORED[problem.dtype])
     views = attention_views(operands, host_view(problem.dtype, out))
     on_numpy, prepared = partial(_forward_on_numpy, problem, operands), partial(prepare_forward, problem)
-    out, lse = host.attend(_OP, problem, views, device, on_numpy, prepared)
+    out, lse = host.attend(op_of(problem), problem, views, device, on_numpy, prepared)
     return out, lse if lse is None or exact_lse else lse.astype(np.float32, copy=False)
 
 

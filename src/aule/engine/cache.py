@@ -1,6 +1,6 @@
 """Rendered kernels on disk.
 
-An entry is one file of `aule.store`: a JSON header and the code. A damaged entry is a miss, never a kernel.
+An entry is one file of `aule.store`: a JSON header and the code. A damaged entry counts as missing.
 """
 
 from __future__ import annotations

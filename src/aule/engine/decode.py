@@ -1,4 +1,4 @@
-"""Decoding calls: the planner for a problem on a device, and calls on host arrays."""
+"""Runs decoding: plans a problem on a device, loads its kernels, and computes on host arrays."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.engine import host
-from aule.engine.memory import STORED, MemorySource, check_memory, host_view
+from aule.engine.memory import STORED, check_memory, host_view
 from aule.engine.probe import find_layout
 from aule.engine.run import PreparedCall, prepare
 from aule.ops.decode import sequences
 from aule.ops.decode.plan.decode import decode_views, plan_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands
+from aule.ops.shared.plan import Plan
 from aule.runtime.base import Device
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
 
 
-def prepare_decode(
+def decode_plan(
     op: str,
     problem: DecodeProblem,
     views: dict[str, TensorView],
     device: Device,
     aligned_base: dict[str, bool] | None = None,
-    memory: MemorySource | None = None,
-) -> PreparedCall:
-    """Plan decoding on a device and load its kernels.
+) -> Plan:
+    """Plan decoding on a device.
 
     Parameters
     ----------
@@ -39,17 +39,26 @@ def prepare_decode(
     views : dict
         As for `plan_decode`. The log-sum-exp, if wanted, is the buffer ``lse``: contiguous, in the type that is
         computed in.
-    aligned_base, memory
-        As for `prepare_forward`.
+    aligned_base : dict, optional
+        As for `forward_plan`.
     """
     if device.target.backend == "cpu":
         from aule.ops.decode.cpu import plan as cpu
 
-        return host.prepare_once(cpu.plan_decode, problem, views, device)
+        return cpu.plan_decode(problem, views, device.target)
     check_memory(op, views, device)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
-    return prepare(plan_decode(problem, views, device.target, aligned_base), device, memory=memory)
+    return plan_decode(problem, views, device.target, aligned_base)
+
+
+def prepare_decode(op: str, problem: DecodeProblem, views: dict[str, TensorView], device: Device) -> PreparedCall:
+    """Plan decoding on a device, as `decode_plan` does, and load its kernels."""
+    if device.target.backend == "cpu":
+        from aule.ops.decode.cpu import plan as cpu
+
+        return host.prepare_once(op, cpu.plan_decode, problem, views, device)
+    return prepare(decode_plan(op, problem, views, device), device, op=op)
 
 
 def decode_on_host(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aule.engine import observe
 from aule.engine.memory import Arena, check_memory, host_view, work_dtype
 from aule.engine.run import PreparedCall, prepare
 from aule.engine.signatures import signatures
@@ -98,7 +99,8 @@ def attend(
     lse = np.empty(problem.out_shape[:3], work_dtype(dtype)) if problem.return_lse else None
     target = without_overlap(out, views)
     if device is None:
-        on_numpy(target, lse)
+        with observe.on_numpy(op):
+            on_numpy(target, lse)
     else:
         outputs = {"o": host_view(dtype, target)}
         if lse is not None:
@@ -139,14 +141,20 @@ def without_overlap(out: Array, inputs: Views) -> Array:
 
 
 def prepare_once(
-    planner: Callable[[Any, Any, Target], Plan], problem: Any, views: Views, device: Device
+    op: str,
+    planner: Callable[[Any, Any, Target], Plan],
+    problem: Any,
+    views: Views,
+    device: Device,
+    backward: bool = False,
 ) -> PreparedCall:
-    """Plan and load a call on the CPU, once per signature."""
+    """Plan and load a call on the CPU, once per signature; ``op`` and ``backward`` as for `prepare`."""
     layout = tuple((name, x.dtype, x.shape, x.strides, x.offset, x.alignment) for name, x in views.items())
     key = (planner, device, problem, layout)
     found: PreparedCall | None = signatures.get(key)
     if found is None:
         plan = planner(problem, views, device.target)
-        found = prepare(plan, device, itemsize=np.dtype(work_dtype(problem.dtype)).itemsize)
+        size = np.dtype(work_dtype(problem.dtype)).itemsize
+        found = prepare(plan, device, op=op, backward=backward, itemsize=size)
         signatures.put(key, found, device)
     return found

@@ -1,4 +1,4 @@
-"""Caches of keys and values in host memory: new rows and copies of pages."""
+"""KV caches in host memory: appends new rows and copies pages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy.typing as npt
 
 from aule.backends import registry
+from aule.engine import observe
 from aule.engine.host import prepare_once
 from aule.engine.memory import address
 from aule.engine.run import prepare
@@ -19,6 +20,9 @@ from aule.runtime.base import Device
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
+
+APPEND, COPY = "KVCache.append", "KVCache.copy_pages"
+"""Names under which calls are counted."""
 
 
 def writer(spec: str | None) -> Device | None:
@@ -45,20 +49,22 @@ def no_memory(nbytes: int, where: str, error: Exception) -> OutOfMemoryError:
 def append_on_host(problem: AppendProblem, views: Mapping[str, TensorView], device: Device | None) -> None:
     """Write new rows into caches in host memory, in place; ``device`` comes from `writer`."""
     if device is None:
-        numpy_append.append(problem, views)
+        with observe.on_numpy(APPEND):
+            numpy_append.append(problem, views)
         return
-    prepare_once(plan_append, problem, views, device).run({name: view.storage for name, view in views.items()})
+    prepare_once(APPEND, plan_append, problem, views, device).run({name: view.storage for name, view in views.items()})
 
 
 def copy_on_host(pairs: Array, arrays: Mapping[str, Array], device: Device | None) -> None:
     """Copy pages of caches in host memory: ``arrays`` of ``[layers, pages, elements]``, ``pairs`` as in `plan_copy`."""
     if device is None:
-        numpy_append.copy_pages(pairs, arrays)
+        with observe.on_numpy(COPY):
+            numpy_append.copy_pages(pairs, arrays)
         return
     views = {name: words(array) for name, array in arrays.items()}
     alignment = {name: at & -at for name, at in ((name, address(array)) for name, array in arrays.items())}
     plan = plan_copy(len(pairs), views, device.target, alignment)
-    prepare(plan, device).run({"pairs": pairs, **arrays})
+    prepare(plan, device, op=COPY).run({"pairs": pairs, **arrays})
 
 
 def words(array: Any) -> TensorView:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from aule.artifact import Param
+from aule.engine import observe
 from aule.engine.memory import Arena
 from aule.engine.programs import program
 from aule.errors import InvalidArgumentError, InvalidDtypeError
@@ -20,6 +22,7 @@ from aule.ir.interpret import interpret
 from aule.runtime.base import Device, Grid, Program
 
 Array = npt.NDArray[Any]
+OP = "launch"
 
 ELEMENTS = {
     "f16": ("float16",), "bf16": ("bfloat16", "uint16"), "f32": ("float32",), "f64": ("float64",), "i8": ("int8",),
@@ -110,9 +113,26 @@ def on_host(kernel: KernelIR, grid: Grid, args: Sequence[Array | int | float], d
         return
     args = [_bits(x) if isinstance(x, np.ndarray) else x for x in args]
     if device is None:
-        interpret(kernel, grid, args, sanitize=False)
+        with observe.on_numpy(OP):
+            interpret(kernel, grid, args, sanitize=False)
         return
     ready = loaded(kernel, device)
+    with seen(kernel, device):
+        _on_device(kernel, grid, args, ready)
+
+
+@contextlib.contextmanager
+def seen(kernel: KernelIR, device: Device) -> Iterator[None]:
+    """Count a launch of a kernel, and show it in profilers."""
+    found = observe.tally(OP, device.target, "own", (kernel.name,))
+    ranges = observe.wanted()
+    with observe.named(ranges, found.range_name), observe.named(ranges, kernel.name):
+        yield
+    found[observe.caller.get()] += 1
+
+
+def _on_device(kernel: KernelIR, grid: Grid, args: Sequence[Array | int | float], ready: Program) -> None:
+    device = ready.device
     with Arena(device) as arena:
         memory: list[Any] = []
         downloads = []

@@ -232,6 +232,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def on_device(view: TensorView, memory: Any = None) -> TensorView:
+    """A host view as it is on a device: without gaps, broadcast axes still broadcast."""
+    packed = contiguous_strides(tuple(n if s else min(n, 1) for n, s in zip(view.shape, view.strides, strict=True)))
+    strides = tuple(p if s else 0 for p, s in zip(packed, view.strides, strict=True))
+    return TensorView(view.dtype, view.shape, strides, "device", memory)
+
+
 # -- arrays of one call ------------------------------------------------------------------------------------------------
 
 
@@ -262,8 +269,6 @@ class Arena:
         """Bring a host array to the device, without a copy if possible. Broadcast axes are not expanded."""
         array: Array = view.storage
         compact = np.asarray(array[tuple(slice(None) if s else slice(0, 1) for s in view.strides)], order="C")
-        packed = contiguous_strides(compact.shape)
-        strides = tuple(p if s else 0 for p, s in zip(packed, view.strides, strict=True))
         allocation = self.device.import_host(compact) if compact.size else None
         if allocation is not None:
             self.owned.append(allocation)
@@ -271,4 +276,4 @@ class Arena:
             allocation = self.alloc(compact.nbytes)
             if compact.size:
                 self.device.upload(allocation, compact)
-        return TensorView(view.dtype, view.shape, strides, "device", allocation)
+        return on_device(view, allocation)

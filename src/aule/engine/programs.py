@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from aule.artifact import Artifact
 from aule.backends import registry
 from aule.engine import cache
 from aule.ir import KernelIR
@@ -46,6 +47,15 @@ def program(device: Device, config: Any, build: Callable[[], KernelIR]) -> Progr
             with _lock:
                 _building.pop((id(device), key), None)
     return loaded
+
+
+def known(device: Device, config: Any) -> tuple[Artifact, str] | None:
+    """The kernel of a configuration and where it is, ``loaded`` or ``on disk``; None if it has still to be built."""
+    loaded: Program | None = vars(device).get("_engine_programs", {}).get((config, device.target))
+    if loaded is not None:
+        return loaded.artifact, "loaded"
+    found = cache.load(cache.key(config, device.target))
+    return None if found is None else (found, "on disk")
 
 
 def _artifact(device: Device, config: Any, build: Callable[[], KernelIR]) -> Any:

@@ -1,4 +1,4 @@
-"""Calls of row operations: planning on a device, and calls on host arrays."""
+"""Runs row operations: plans them on a device, and computes on host arrays."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.backends import registry
-from aule.engine import host
-from aule.engine.memory import STORED, MemorySource, check_memory, host_view, work_dtype
+from aule.engine import host, observe
+from aule.engine.memory import STORED, check_memory, host_view, work_dtype
 from aule.engine.probe import find_layout
 from aule.engine.run import PreparedCall, prepare
 from aule.errors import AuleError, InvalidArgumentError
+from aule.ops.catalogue import CATALOGUE
 from aule.ops.shared.elements import as_float, stored
+from aule.ops.shared.plan import Plan
 from aule.ops.shared.spec import Call, OpSpec
 from aule.runtime.base import Device
 from aule.view import TensorView, contiguous_strides
@@ -46,24 +48,29 @@ def result_views(call: Call) -> dict[str, TensorView]:
     }
 
 
-def prepare_row_op(
-    spec: OpSpec, call: Call, views: Mapping[str, TensorView], device: Device, memory: MemorySource | None = None
-) -> PreparedCall:
+def row_op_plan(spec: OpSpec, problem: Any, views: Mapping[str, TensorView], device: Device) -> Plan:
+    """Plan a call on a device; ``views`` holds operands and outputs by name."""
+    if device.target.backend != "cpu":
+        check_memory(spec.name, views, device)
+        if spec.products and problem.dtype in ("f16", "bf16"):
+            find_layout(device)
+    return spec.plan(problem, views, device.target)
+
+
+def prepare_row_op(spec: OpSpec, call: Call, views: Mapping[str, TensorView], device: Device) -> PreparedCall:
     """Plan a call on a device and load its kernels. If there is nothing to launch, every output is zero.
 
-    Parameters
-    ----------
-    views : mapping
-        Operands and outputs by name.
-    memory : MemorySource, optional
-        As for `prepare`.
+    ``views`` holds operands and outputs by name.
     """
+    backward = is_gradient(spec)
     if device.target.backend == "cpu":
-        return host.prepare_once(spec.plan, call.problem, views, device)
-    check_memory(spec.name, views, device)
-    if spec.products and call.problem.dtype in ("f16", "bf16"):
-        find_layout(device)
-    return prepare(spec.plan(call.problem, views, device.target), device, memory=memory)
+        return host.prepare_once(spec.name, spec.plan, call.problem, views, device, backward)
+    return prepare(row_op_plan(spec, call.problem, views, device), device, op=spec.name, backward=backward)
+
+
+def is_gradient(spec: OpSpec) -> bool:
+    """Whether an op is the gradient of another."""
+    return spec.name not in CATALOGUE
 
 
 def on_host(spec: OpSpec, call: Call, device: Device | None) -> dict[str, Array]:
@@ -83,7 +90,8 @@ def on_host(spec: OpSpec, call: Call, device: Device | None) -> dict[str, Array]
         else:
             results[name] = np.empty(result.shape, STORED[result.dtype])
     if device is None:
-        _on_numpy(spec, call, results)
+        with observe.on_numpy(spec.name, is_gradient(spec)):
+            _on_numpy(spec, call, results)
         return results
     outputs = {name: host_view(call.outputs[name].dtype, array) for name, array in results.items()}
     if not host.compute(spec.name, device, call.views, outputs, lambda x: prepare_row_op(spec, call, x, device)):

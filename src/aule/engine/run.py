@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from aule.engine import observe
 from aule.engine.memory import DeviceMemory, HostMemory, MemorySource, address
 from aule.engine.programs import program
 from aule.errors import InvalidArgumentError, LaunchError
@@ -22,11 +23,23 @@ _ALIGNMENT = 256
 _Start = Callable[[Sequence[Any], int | None], None]
 
 
-def prepare(plan: Plan, device: Device, *, memory: MemorySource | None = None, itemsize: int = 4) -> PreparedCall:
+def prepare(
+    plan: Plan,
+    device: Device,
+    *,
+    op: str | None = None,
+    backward: bool = False,
+    memory: MemorySource | None = None,
+    itemsize: int = 4,
+) -> PreparedCall:
     """Load the kernels of a plan on a device and fix everything but memory and stream.
 
     Parameters
     ----------
+    op : str, optional
+        The public function under which calls are counted and shown in profilers; None for neither.
+    backward : bool
+        The plan computes gradients.
     memory : MemorySource, optional
         Source of workspace and scratch; by default the device itself.
     itemsize : int
@@ -49,7 +62,10 @@ def prepare(plan: Plan, device: Device, *, memory: MemorySource | None = None, i
         raise LaunchError(
             f"[run] expected a device that takes memory of others, got {name}; use the device's own allocations"
         )
-    return PreparedCall(plan, device, memory, itemsize)
+    call = PreparedCall(plan, device, memory, itemsize)
+    if op is not None and not call.empty:
+        call.tally = observe.tally(op, device.target, plan.engine, call.kernels, backward)
+    return call
 
 
 class PreparedCall:
@@ -63,11 +79,13 @@ class PreparedCall:
         Whether there is nothing to launch.
     programs : tuple of Program
         The kernel of each step.
+    tally : Tally
+        Where calls are counted.
     """
 
     __slots__ = (
         "_bound", "_itemsize", "_memory", "_on_host", "_sequence", "_starts", "device", "empty", "names", "plan",
-        "programs",
+        "programs", "tally",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, device: Device, memory: MemorySource, itemsize: int) -> None:
@@ -83,6 +101,12 @@ class PreparedCall:
         on_host: Any = device if self._on_host and not self.empty else None
         self._sequence = None if on_host is None else on_host.prepare_sequence(self._starts)
         self._bound: dict[tuple[str, ...], BoundCall] = {}
+        self.tally = observe.UNCOUNTED
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the kernels, in order."""
+        return [loaded.artifact.entry for loaded in self.programs]
 
     def run(self, memory: Mapping[str, Any], stream: int | None = None) -> None:
         """Launch on memory by buffer name; asynchronous if the device is.
@@ -101,6 +125,7 @@ class PreparedCall:
             bound = self._bound[names] = self.bind(names)
         given = memory.values()
         bound([address(x) for x in given] if self._on_host else list(given), stream)
+        self.tally[observe.caller.get()] += 1
 
     def bind(self, names: Sequence[str]) -> BoundCall:
         """Fix the order of memory; ``names`` must include `names` and may have more."""
@@ -113,9 +138,9 @@ class PreparedCall:
         plan = self.plan
         places = {name: i for i, name in enumerate((*names, *plan.workspace, *plan.scratch))}
         launches = [[places[name] for name in buffers] for buffers in self._buffers()]
-        sizes = [-(-max(count, 1) * self._itemsize // _ALIGNMENT) * _ALIGNMENT for count in plan.workspace.values()]
+        sizes = workspace_sizes(plan, self._itemsize)
         shared = (self._memory, sizes, list(plan.scratch.values())) if plan.workspace or plan.scratch else None
-        return BoundCall(self._starts, launches, len(names), self._sequence, shared)
+        return BoundCall(self, self._starts, launches, len(names), shared)
 
     def launches(self, memory: Mapping[str, Any]) -> list[Launch]:
         """Return the arguments of each `Device.launch`, for timing; ``memory`` includes workspace and scratch."""
@@ -149,43 +174,66 @@ class BoundCall:
     Attributes
     ----------
     start : callable
-        Does what calling this object does; the launch itself if it is the only one and takes memory in this order.
+        Does what calling this object does, without ranges for profilers; the launch itself if it is the only one and
+        takes memory in this order.
+    tally : Tally
+        Where the caller counts the call.
     """
 
-    __slots__ = ("_picks", "_sequence", "_shared", "_starts", "start")
+    __slots__ = ("_call", "_picks", "_sequence", "_shared", "_starts", "start", "tally")
 
     def __init__(
         self,
+        call: PreparedCall,
         starts: Sequence[Any],
         places: list[list[int]],
         count: int,
-        sequence: Any,
         shared: tuple[MemorySource, list[int], list[int]] | None,
     ) -> None:
         picks = [_picker(each) for each in places]
         self._starts, self._picks = list(zip(starts, picks, strict=True)), picks
-        self._sequence, self._shared = sequence, shared
-        alone = sequence is None and shared is None and len(starts) == 1
-        self.start: _Start = starts[0] if alone and places[0] == list(range(count)) else self
+        self._call, self._sequence, self._shared, self.tally = call, call._sequence, shared, call.tally
+        alone = self._sequence is None and shared is None and len(starts) == 1
+        self.start: _Start = starts[0] if alone and places[0] == list(range(count)) else self._plain
 
     def __call__(self, memory: Sequence[Any], stream: int | None = None) -> None:
         """Launch with memory of the memory source, in the order of the names. The caller keeps it alive."""
+        ranges = observe.wanted()
+        if ranges and self.tally is not observe.UNCOUNTED:
+            with observe.named(ranges, self.tally.range_name):
+                self._plain(memory, stream, ranges)
+        else:
+            self._plain(memory, stream)
+
+    def _plain(self, memory: Sequence[Any], stream: int | None = None, ranges: Sequence[observe.Range] = ()) -> None:
         if self._shared is None:
-            self._launch(memory, stream)
+            self._launch(memory, stream, ranges)
             return
         source, workspace, scratch = self._shared
         own, block = source.acquire(workspace, scratch, stream)
         try:
-            self._launch([*memory, *own], stream)
+            self._launch([*memory, *own], stream, ranges)
         finally:
             source.release(block)
 
-    def _launch(self, memory: Sequence[Any], stream: int | None) -> None:
-        if self._sequence is not None:
+    def _launch(self, memory: Sequence[Any], stream: int | None, ranges: Sequence[observe.Range]) -> None:
+        if ranges:
+            for (start, pick), name in zip(self._starts, self._call.kernels, strict=True):
+                with observe.named(ranges, name):
+                    if self._sequence is None:
+                        start(pick(memory), stream)
+                    else:
+                        start.launch(pick(memory))
+        elif self._sequence is not None:
             self._sequence.launch([pick(memory) for pick in self._picks])
         else:
             for start, pick in self._starts:
                 start(pick(memory), stream)
+
+
+def workspace_sizes(plan: Plan, itemsize: int) -> list[int]:
+    """Bytes of each workspace of a plan."""
+    return [-(-max(count, 1) * itemsize // _ALIGNMENT) * _ALIGNMENT for count in plan.workspace.values()]
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -26,7 +26,7 @@ def accepts(array: object) -> bool:
 def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on DLPack arrays; the result comes from the namespace of ``q``."""
     changed = _on_host(options, "flash_attention")
-    return _back(numpy_front_end.flash_attention(_host(q, "q"), _host(k, "k"), _host(v, "v"), changed), q)
+    return _back(numpy_front_end.flash_attention(host(q, "q"), host(k, "k"), host(v, "v"), changed), q)
 
 
 def flex_attention(
@@ -43,8 +43,8 @@ def flash_attention_varlen(
 ) -> Any:
     """Attention on packed batches of DLPack arrays; the result comes from the namespace of ``q``."""
     changed = _on_host(options, OP)
-    cu_q, cu_k = (_host(x, "cu_seqlens", OP) if accepts(x) else x for x in (cu_q, cu_k))
-    given = (_host(q, "q", OP), _host(k, "k", OP), _host(v, "v", OP), cu_q, cu_k, max_q, max_k)
+    cu_q, cu_k = (host(x, "cu_seqlens", OP) if accepts(x) else x for x in (cu_q, cu_k))
+    given = (host(q, "q", OP), host(k, "k", OP), host(v, "v", OP), cu_q, cu_k, max_q, max_k)
     return _back(numpy_front_end.flash_attention_varlen(*given, changed), q)
 
 
@@ -53,7 +53,7 @@ def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend
     operands = CATALOGUE[name].operands
     first = operands[0].name
     given = tuple(
-        array if array is None or operand.name == "seed" else _host(array, operand.name, name, first)
+        array if array is None or operand.name == "seed" else host(array, operand.name, name, first)
         for operand, array in zip(operands, arrays, strict=True)
     )
     return _back(numpy_front_end.row_op(name, given, options, backend), arrays[0])
@@ -63,29 +63,29 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     """Attention over a cache of DLPack arrays; the result comes from the namespace of ``q``."""
     op = options.op
     _refuse_out(options.out, op)
-    arrays = {name: _host(array, name, op) for name, array in options.arrays().items()}
-    arrays |= {name: _host(x, name, op) if accepts(x) else x for name, x in options.indices().items()}
-    given = (_host(q, "q", op), _host(k, "k", op), _host(v, "v", op))
+    arrays = {name: host(array, name, op) for name, array in options.arrays().items()}
+    arrays |= {name: host(x, name, op) if accepts(x) else x for name, x in options.indices().items()}
+    given = (host(q, "q", op), host(k, "k", op), host(v, "v", op))
     return _back(numpy_front_end.decode(*given, options._replace(**arrays)), q)
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Combine two attention results over disjoint keys."""
     named = ((o_a, "o_a"), (lse_a, "lse_a"), (o_b, "o_b"), (lse_b, "lse_b"))
-    given = (_host(x, name, "merge_states", "o_a") for x, name in named)
+    given = (host(x, name, "merge_states", "o_a") for x, name in named)
     merged: tuple[Any, Any] = _back(numpy_front_end.merge_states(*given), o_a)
     return merged
 
 
 def launch(kernel: KernelIR, grid: Grid, args: Sequence[Any], backend: str | None) -> None:
     """Launch a kernel on DLPack arrays and numbers; arrays that it writes must be writable through DLPack."""
-    given = [_host(x, param.name, "launch") if accepts(x) else x for param, x in zip(kernel.params, args, strict=True)]
+    given = [host(x, param.name, "launch") if accepts(x) else x for param, x in zip(kernel.params, args, strict=True)]
     numpy_front_end.launch(kernel, grid, given, backend)
 
 
 def to_precision(array: Any, precision: str) -> Any:
     """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; the result comes from the array's namespace."""
-    return _back(numpy_front_end.to_precision(_host(array, "array"), precision), array)
+    return _back(numpy_front_end.to_precision(host(array, "array"), precision), array)
 
 
 def _refuse_out(out: object, op: str) -> None:
@@ -97,7 +97,7 @@ def _on_host(options: AttentionOptions, op: str) -> AttentionOptions:
     """The options with the words of a seed, and with NumPy arrays."""
     _refuse_out(options.out, op)
     options = numpy_front_end.seeded(options)
-    return options._replace(**{name: _host(array, name, op) for name, array in options.arrays().items()})
+    return options._replace(**{name: host(array, name, op) for name, array in options.arrays().items()})
 
 
 def _back(result: Any, like: Any) -> Any:
@@ -113,7 +113,8 @@ def _back(result: Any, like: Any) -> Any:
         return namespace.asarray(result)  # dtypes that NumPy's DLPack lacks (bfloat16)
 
 
-def _host(array: Any, name: str, op: str = "flash_attention", like: str = "q") -> Any:
+def host(array: Any, name: str, op: str = "flash_attention", like: str = "q") -> Any:
+    """A DLPack array in host memory as a NumPy array, without a copy where NumPy has its type."""
     if isinstance(array, np.ndarray):
         return array
     if not accepts(array):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,20 @@ from aule.engine.row_ops import host_device as row_op_device
 from aule.engine.row_ops import on_host
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
-from aule.ops.attention.validate import attention_problem
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.attention.varlen import OP, varlen_problem
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.shared.checks import FLOAT_DTYPES, checked_dropout, checked_seed
+from aule.ops.shared.spec import Call, OpSpec
 from aule.ops.softmax.dropout import fresh_seed, seed_words
 from aule.options import AttentionOptions, DecodeOptions
 from aule.runtime.base import Grid
 from aule.view import TensorView
+
+if TYPE_CHECKING:
+    from aule.ops.decode.problem import DecodeProblem
+    from aule.ops.decode.validate import DecodeOperands
 
 Array = npt.NDArray[Any]
 
@@ -134,15 +140,20 @@ def _seed_words(op: str, dropout_p: Any, seed: Any) -> Array | None:
     return seed_words(fresh_seed() if number is None else number)
 
 
-@reports_shortage
-def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
-    """Attention on NumPy arrays; the result is finished on return."""
+def attention_call(q: Array, k: Array, v: Array, options: AttentionOptions) -> tuple[AttentionProblem, Operands]:
+    """Check a call of attention."""
     if type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None:
         options = seeded(options)
     views: dict[str, Any] = {
         name: view(array, name) for name, array in {"q": q, "k": k, "v": v, **options.arrays()}.items()
     }
-    problem, operands = attention_problem(**views, **options.plain())
+    return attention_problem(**views, **options.plain())
+
+
+@reports_shortage
+def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
+    """Attention on NumPy arrays; the result is finished on return."""
+    problem, operands = attention_call(q, k, v, options)
     device = host_device(problem.dtype, options.backend)
     target = None
     if options.out is not None:
@@ -164,17 +175,24 @@ def flex_attention(
     return numpy_flex.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
 
 
-@reports_shortage
-def flash_attention_varlen(
+def varlen_call(
     q: Array, k: Array, v: Array, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
-) -> Any:
-    """Attention on packed batches of NumPy arrays; the result is finished on return."""
+) -> tuple[AttentionProblem, Operands]:
+    """Check a call of attention on packed batches."""
     if type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None:
         options = seeded(options)
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
     arrays |= {"cu_q": _offsets(cu_q, "cu_seqlens_q", OP), "cu_k": _offsets(cu_k, "cu_seqlens_k", OP)}
     views: dict[str, Any] = {name: view(array, name, OP) for name, array in arrays.items()}
-    problem, operands = varlen_problem(**views, max_q=max_q, max_k=max_k, **options.plain())
+    return varlen_problem(**views, max_q=max_q, max_k=max_k, **options.plain())
+
+
+@reports_shortage
+def flash_attention_varlen(
+    q: Array, k: Array, v: Array, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
+) -> Any:
+    """Attention on packed batches of NumPy arrays; the result is finished on return."""
+    problem, operands = varlen_call(q, k, v, cu_q, cu_k, max_q, max_k, options)
     _, heads, rows, dim = problem.out_shape
     result = np.empty((rows, heads, dim), q.dtype) if options.out is None else options.out
     target = checked_out(result, (rows, heads, dim), problem.dtype, OP).transpose(1, 0, 2)[None]
@@ -182,11 +200,9 @@ def flash_attention_varlen(
     return (result, _required(lse)[0]) if options.return_lse else result
 
 
-@reports_shortage
-def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    """A row operation on NumPy arrays, finished on return; arrays and options are in the order of its spec."""
-    spec = CATALOGUE[name]
-    first = spec.operands[0].name
+def row_call(spec: OpSpec, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
+    """Check a call of a row operation; arrays and options are in the order of its spec."""
+    name, first = spec.name, spec.operands[0].name
     if spec.seed is not None:
         words = _seed_words(name, spec.option("dropout_p", options), arrays[spec.seed])
         arrays = (*arrays[: spec.seed], words, *arrays[spec.seed + 1 :])
@@ -195,7 +211,14 @@ def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend
         for operand, array in zip(spec.operands, arrays, strict=True)
         if array is not None or not operand.optional
     }
-    call = spec.call(views, dict(zip((option.name for option in spec.options), options, strict=True)))
+    return spec.call(views, dict(zip((option.name for option in spec.options), options, strict=True)))
+
+
+@reports_shortage
+def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """A row operation on NumPy arrays, finished on return; arrays and options are in the order of its spec."""
+    spec = CATALOGUE[name]
+    call = row_call(spec, arrays, options)
     found = on_host(spec, call, row_op_device(backend))
     results = [found[n].view(bfloat16()) if call.outputs[n].dtype == "bf16" else found[n] for n in spec.outputs]
     given = dict(zip((operand.name for operand in spec.operands), arrays, strict=True))
@@ -208,16 +231,22 @@ def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend
     return results[0] if len(results) == 1 else tuple(results)
 
 
-@reports_shortage
-def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
-    """Attention over a cache of keys and values, of NumPy arrays; the result is finished on return."""
+def decode_call(q: Array, k: Array, v: Array, options: DecodeOptions) -> tuple[DecodeProblem, DecodeOperands]:
+    """Check a call of attention over a cache."""
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
     arrays |= {name: _offsets(array, name, options.op) for name, array in options.indices().items()}
     views: dict[str, Any] = {name: view(array, name, options.op) for name, array in arrays.items()}
-    from aule.engine.decode import decode_on_host  # imported late: `import aule` is to be quick
-    from aule.ops.decode.validate import decode_problem
+    from aule.ops.decode.validate import decode_problem  # imported late: `import aule` is to be quick
 
-    problem, operands = decode_problem(options.op, **views, **options.plain())
+    return decode_problem(options.op, **views, **options.plain())
+
+
+@reports_shortage
+def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
+    """Attention over a cache of keys and values, of NumPy arrays; the result is finished on return."""
+    from aule.engine.decode import decode_on_host
+
+    problem, operands = decode_call(q, k, v, options)
     result = np.empty(operands.out_shape, q.dtype) if options.out is None else options.out
     target = operands.lifted(checked_out(result, operands.out_shape, problem.dtype, options.op))
     _, lse = decode_on_host(options.op, problem, operands, host_device(problem.dtype, options.backend), target)

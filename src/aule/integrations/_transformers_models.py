@@ -1,7 +1,7 @@
 """Which transformers models aule can serve, and the masks they get.
 
 transformers builds masks for the chosen attention, and a layer then calls it through an `AttentionInterface`. Many
-older models have attention code of their own that never does: it would add our boolean masks to scores, which loses
+older models have their own attention code that never does: it would add our boolean masks to scores, which loses
 causality and padding without an error. So `check_models_of` lets transformers ask us when a model is created or its
 attention is changed, and models without such a call are refused. The rest is watched: a forward pass that built masks
 and called no attention raises an error.

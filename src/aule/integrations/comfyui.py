@@ -95,7 +95,7 @@ def _attention(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is not None and mask.dim() in (2, 3):
         mask = mask[None, None] if mask.dim() == 2 else mask[:, None]
-    out, reason = attempt(q, k, v, mask, scale=scale, enable_gqa=enable_gqa, backend=backend)
+    out, reason = attempt(q, k, v, mask, scale=scale, enable_gqa=enable_gqa, backend=backend, caller="comfyui")
     if reason is None and not skip_output_reshape:
         out = out.transpose(1, 2).flatten(2)
     return out, reason

@@ -178,7 +178,7 @@ class AuleAttnProcessor:
 
     def _attention(self, query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any:
         if not torch.compiler.is_compiling():
-            out, reason = attempt(query, key, value, mask, scale=scale, backend=self._backend)
+            out, reason = attempt(query, key, value, mask, scale=scale, backend=self._backend, caller="diffusers")
             if reason is None:
                 return out
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -229,7 +229,8 @@ def _backend_function(dispatch: ModuleType, backend: str | None) -> Callable[...
             mask = attn_mask
             if mask is not None and tuple(mask.shape) == (query.shape[0], key.shape[1]):  # marks padding keys
                 mask = mask[:, None, None]
-            out, reason = attempt(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, backend=backend)
+            given = (q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+            out, reason = attempt(*given, backend=backend, caller="diffusers")
             if reason is None:
                 return out.transpose(1, 2)
         return native(

@@ -20,7 +20,7 @@ from aule.api.decode import flash_attention_paged
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch.autograd.refuse import without_gradient
 from aule.frontends.torch.checks import integers
-from aule.frontends.torch.modes import autocast
+from aule.frontends.torch.modes import autocast, called_by
 from aule.frontends.torch.route import host_backend
 from aule.integrations._flash_attn_cache import CacheCall, split_pages, with_kvcache
 from aule.ops.shared.checks import checked_flag, checked_integer, checked_number
@@ -58,6 +58,7 @@ class _Sequences(NamedTuple):
     longest_k: int
 
 
+@called_by("flash_attn")
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -107,6 +108,7 @@ def flash_attn_func(
     return _batched("flash_attn_func", options, q, k, v)
 
 
+@called_by("flash_attn")
 def flash_attn_qkvpacked_func(
     qkv: Any,
     dropout_p: float = 0.0,
@@ -126,6 +128,7 @@ def flash_attn_qkvpacked_func(
     return _batched(op, options, *_unpacked(op, "qkv", qkv, 3, 5))
 
 
+@called_by("flash_attn")
 def flash_attn_kvpacked_func(
     q: Any,
     kv: Any,
@@ -146,6 +149,7 @@ def flash_attn_kvpacked_func(
     return _batched(op, options, q, *_unpacked(op, "kv", kv, 2, 5))
 
 
+@called_by("flash_attn")
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -197,6 +201,7 @@ def flash_attn_varlen_func(
     return _packed(op, options, sequences, q, k, v)
 
 
+@called_by("flash_attn")
 def flash_attn_varlen_qkvpacked_func(
     qkv: Any,
     cu_seqlens: Any,
@@ -219,6 +224,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _packed(op, options, sequences, *_unpacked(op, "qkv", qkv, 3, 4))
 
 
+@called_by("flash_attn")
 def flash_attn_varlen_kvpacked_func(
     q: Any,
     kv: Any,
@@ -244,6 +250,7 @@ def flash_attn_varlen_kvpacked_func(
     return _packed(op, options, sequences, q, *_unpacked(op, "kv", kv, 2, 4))
 
 
+@called_by("flash_attn")
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,

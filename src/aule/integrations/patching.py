@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from aule import nn
-from aule.api.row_ops import rope
 from aule.errors import InvalidArgumentError
 from aule.ops.shared.checks import checked_flag
 
@@ -244,5 +243,5 @@ def _rotated(x: Any, cos: Any, sin: Any, unsqueeze_dim: int) -> Any:
     """Rotate ``[batch, heads, seq, dim]``, or with ``unsqueeze_dim`` 2 ``[batch, seq, heads, dim]``."""
     nn.count("rope")
     heads_first = unsqueeze_dim == 1
-    y = rope(x if heads_first else x.transpose(1, 2), cos, sin, rotary_dim=cos.shape[-1])
+    y = nn.rope(x if heads_first else x.transpose(1, 2), cos, sin, rotary_dim=cos.shape[-1])
     return y if heads_first else y.transpose(1, 2)

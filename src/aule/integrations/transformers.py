@@ -7,7 +7,7 @@ the causal flag is enough, else ``[batch, 1, seq_q, seq_kv]``, broadcast over he
 Supported, with gradients: grouped heads without repeating them, sliding windows, softcap (Gemma 2), attention sinks
 (gpt-oss), position biases (T5), additive masks, padding on either side, dynamic and static caches, and dropout in
 training. Over an `aule.integrations.transformers_cache.AuleCache`, attention reads its pages. Not supported (raises an
-error): models that compute attention in code of their own (BLOOM, MPT, Falcon ...), ``output_attentions``, and the
+error): models that compute attention in their own code (BLOOM, MPT, Falcon ...), ``output_attentions``, and the
 paged cache of transformers' own continuous batching. `docs/models.md` lists every family.
 """
 
@@ -19,6 +19,7 @@ import torch
 
 from aule.api.attention import flash_attention
 from aule.errors import AuleError
+from aule.frontends.torch.modes import called_by
 from aule.frontends.torch.route import host_backend
 from aule.integrations import _transformers_models as models
 
@@ -38,6 +39,7 @@ def register(name: str = "aule") -> None:
     models.check_models_of(name)
 
 
+@called_by("transformers")
 def attention_forward(
     module: Any,
     query: Any,

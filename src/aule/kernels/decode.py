@@ -1,4 +1,4 @@
-"""The decoding kernels that `aule.decode_attention` launches, as objects."""
+"""The kernels that `aule.decode_attention` launches, as objects."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The child is the same interpreter without the user's script. It starts at the first kernel that the disk cache lacks,
 answers one request after the other, and ends with this process. Requests and answers are frames: a length in 8 bytes,
-and so many bytes. An empty frame from the child says that it is ready.
+then that many bytes. An empty frame from the child says that it is ready.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A launch is machine code throughout, compiled from the LLVM IR below: it wakes workers, runs workgroups, and waits for
 the workers that joined. No thread needs the interpreter's lock for it, so a busy Python thread delays none of them, and
-many workers do not queue up to start. Python starts the worker threads, and each stays inside one native call for ever.
+many workers do not queue up to start. Python starts the worker threads, and each stays inside one native call forever.
 
 Steps of a launch: the caller writes the job, opens it, invites workers and works itself. A worker that wakes while the
 job is open joins; one that wakes late goes back to sleep. When the caller finds no more workgroups, there are none left

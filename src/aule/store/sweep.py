@@ -1,7 +1,7 @@
-"""Keeping the disk cache small: the files that were not used for the longest time are removed first.
+"""Limits the size of the disk cache: the least recently used files are removed first.
 
 Rarely, after a write, a process looks at all files. Several may do so at once, while others read and write: a removed
-file is a miss for those who read it later, and no more.
+file is only a cache miss for later readers.
 """
 
 from __future__ import annotations

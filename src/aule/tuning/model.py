@@ -1,4 +1,4 @@
-"""What fits a device and runs there at a time: the model for devices that nobody measured."""
+"""A model of what fits on a device and how much runs at a time, for devices that were not measured."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_gradients_of_some_are_those_of_all() -> None:
 def test_compiled_sdpa(backend: str, mask: bool) -> None:
     inputs = wanting(made(*Q), made(*K), made(*V), *([made(5, 6)] if mask else []))
     same(sdpa, *inputs, backend=backend)
-    assert aule.dispatch_stats() == {"served": 0, "passed_on": 0, "reasons": {}, "ops": {}}
+    assert aule.dispatch_stats().items() >= {"served": 0, "passed_on": 0, "reasons": {}, "ops": {}}.items()
 
 
 def test_compiled_layouts() -> None:
@@ -234,7 +234,7 @@ def test_compiled_under_install(backend: str, mask: bool) -> None:
     inputs = wanting(made(*Q), made(*K), made(*V), *([made(5, 6)] if mask else []))
     with aule.installed():
         compiled = results(torch.compile(installed, backend=backend, fullgraph=True), *inputs)
-        assert aule.dispatch_stats() == {"served": 1, "passed_on": 0, "reasons": {}, "ops": {}}, (
+        assert aule.dispatch_stats().items() >= {"served": 1, "passed_on": 0, "reasons": {}, "ops": {}}.items(), (
             "counted when it is compiled"
         )
         plain = results(installed, *inputs)
@@ -258,7 +258,7 @@ def test_compiled_model_under_install(backend: str) -> None:
     expected = run(model)
     with aule.installed():
         found = run(torch.compile(model, backend=backend, fullgraph=True))
-    assert aule.dispatch_stats() == {"served": 2, "passed_on": 0, "reasons": {}, "ops": {}}
+    assert aule.dispatch_stats().items() >= {"served": 2, "passed_on": 0, "reasons": {}, "ops": {}}.items()
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
@@ -268,7 +268,10 @@ def test_compiled_under_install_passes_on() -> None:
     with aule.installed():
         compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend="aot_eager", fullgraph=True)
         compiled(q).sum().backward()
-    assert aule.dispatch_stats() == {"served": 0, "passed_on": 1, "reasons": {"head_dim above 256": 1}, "ops": {}}
+    assert (
+        aule.dispatch_stats().items()
+        >= {"served": 0, "passed_on": 1, "reasons": {"head_dim above 256": 1}, "ops": {}}.items()
+    )
     found = compiled(q)  # compiled again, since PyTorch's function is another one now
     assert found.shape == q.shape and aule.dispatch_stats()["passed_on"] == 1
 
@@ -305,7 +308,7 @@ def test_compiled_causal_bias(variant: str, dropout: float) -> None:
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     with aule.installed():
         found = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v)
-    assert aule.dispatch_stats() == {"served": 1, "passed_on": 0, "reasons": {}, "ops": {}}
+    assert aule.dispatch_stats().items() >= {"served": 1, "passed_on": 0, "reasons": {}, "ops": {}}.items()
     assert found.shape == expected.shape
     if not dropout:
         torch.testing.assert_close(found, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int]] = []
+        self.tally: dict[str, int] = defaultdict(int)
 
     def start(self, pointers: Any, stream: int) -> None:
         self.calls.append((list(pointers), stream))

@@ -125,7 +125,9 @@ def test_install_passes_such_tensors_on() -> None:
     q = made(1, 2, 4, 8)
     with aule.installed():
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    assert aule.dispatch_stats() == {"served": 0, "passed_on": 1, "reasons": {"device cpu": 1}, "ops": {}}
+    assert (
+        aule.dispatch_stats().items() >= {"served": 0, "passed_on": 1, "reasons": {"device cpu": 1}, "ops": {}}.items()
+    )
     with aule.installed(backend="cpu"):
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert aule.dispatch_stats()["served"] == 1

@@ -40,6 +40,10 @@ class Program:
         return self
 
     @property
+    def entry(self) -> str:
+        return str(self.kernel.name)
+
+    @property
     def params(self) -> Any:
         return self.kernel.params
 

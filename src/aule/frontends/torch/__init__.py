@@ -1,4 +1,4 @@
-"""PyTorch tensors. Imported only when torch is loaded already.
+"""The front end for PyTorch tensors. Imported only if torch is already loaded.
 
 A call goes through these files in order:
 

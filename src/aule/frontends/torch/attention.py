@@ -13,13 +13,11 @@ from aule.backends import registry
 from aule.engine.attention import (
     attention_views,
     backward_on_host,
+    backward_plan,
     forward_on_host,
+    forward_plan,
     host_device,
-    prepare_backward,
-    prepare_forward,
 )
-from aule.engine.memory import MemorySource
-from aule.engine.run import PreparedCall
 from aule.errors import AuleError
 from aule.frontends.torch.calls import Bound, Call, Output, Overlap, Results
 from aule.frontends.torch.checks import NAMES, checked_out, keyed, no_gradient
@@ -38,6 +36,7 @@ from aule.frontends.torch.views import (
 )
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.shared.plan import Plan
 from aule.options import AttentionOptions
 from aule.runtime.base import Device
 from aule.view import TensorView
@@ -154,11 +153,9 @@ class Forward(AttentionCall):
             outputs.append(Output("lse", work_dtype(q), lse_shape, fill=lse_fill, empty=-torch.inf))
         return Bound(problem, attention_views(found, self.lift(out)), tuple(outputs))
 
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
+    def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
         problem = cast(AttentionProblem, bound.problem)
-        return prepare_forward(problem, dict(bound.views), device, _alignment_for_plans(aligned), memory)
+        return forward_plan(problem, dict(bound.views), device, _alignment_for_plans(aligned))
 
     def host_device(self, foreign: bool) -> Device | None:
         q = self.tensors["q"]
@@ -218,6 +215,7 @@ class Backward(AttentionCall):
     """
 
     __slots__ = ("scores",)
+    backward = True
 
     scores: bool
 
@@ -260,11 +258,9 @@ class Backward(AttentionCall):
             views["dlse"] = view(self.tensors["dlse"], "dlse", self.op, "q")
         return Bound(problem, views, tuple(outputs))
 
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
+    def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
         problem = cast(AttentionProblem, bound.problem)
-        return prepare_backward(problem, dict(bound.views), device, _alignment_for_plans(aligned), memory)
+        return backward_plan(problem, dict(bound.views), device, _alignment_for_plans(aligned))
 
     def host_device(self, foreign: bool) -> Device | None:
         return gradient_device(self.tensors["q"], self.backend, True, foreign)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from aule.engine.memory import MemorySource
-from aule.engine.run import BoundCall, PreparedCall
+from aule.engine.run import BoundCall, PreparedCall, prepare
 from aule.frontends.torch.views import ViewOf
+from aule.ops.shared.plan import Plan
 from aule.runtime.base import Device
 from aule.view import TensorView
 
@@ -78,6 +79,10 @@ class Call(ABC):
 
     indices: tuple[str, ...] = ()
     """Operands that may be on the host while the others are on a device."""
+    backward = False
+    """Whether it computes gradients."""
+    counted_as: str | None = None
+    """The name in `aule.dispatch_stats`, if it is not that of the op."""
 
     __slots__ = ("backend", "destinations", "op", "option_key", "repeat_key", "results", "tensors")
 
@@ -99,18 +104,22 @@ class Call(ABC):
         """Check the call; done once per signature."""
 
     @abstractmethod
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
-        """Plan and build for a device.
+    def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
+        """Plan for a device.
 
         Parameters
         ----------
-        memory : MemorySource or None
-            Where workspace and scratch come from; None for the device itself.
         aligned : mapping
             Whether each tensor starts at a multiple of 16 bytes, by buffer name.
         """
+
+    def prepare(
+        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
+    ) -> PreparedCall:
+        """Plan and build for a device; ``memory`` is the source of workspace and scratch, None for the device."""
+        plan = self.plan(bound, device, aligned)
+        op, size = self.counted_as or self.op, 8 if getattr(bound.problem, "dtype", None) == "f64" else 4
+        return prepare(plan, device, op=op, backward=self.backward, memory=memory, itemsize=size)
 
     @abstractmethod
     def host_device(self, foreign: bool) -> Device | None:

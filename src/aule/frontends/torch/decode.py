@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from aule.engine.attention import host_device
-from aule.engine.decode import decode_on_host, prepare_decode
-from aule.engine.memory import MemorySource
-from aule.engine.run import PreparedCall
+from aule.engine.decode import decode_on_host, decode_plan
 from aule.errors import InvalidShapeError
 from aule.frontends.numpy import states_message
 from aule.frontends.torch.calls import Bound, Call, ContentsCheck, Output, Overlap, Results
@@ -34,6 +32,7 @@ from aule.frontends.torch.views import (
 from aule.ops.decode.plan.decode import decode_views
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands, check_contents, check_numbers, decode_problem
+from aule.ops.shared.plan import Plan
 from aule.options import DecodeOptions
 from aule.runtime.base import Device
 from aule.view import TensorView
@@ -120,12 +119,10 @@ class Decode(Call):
             outputs.append(Output("lse", work_dtype(q), found.lse_shape, fill=fill, empty=-torch.inf))
         return Bound(problem, decode_views(found, _lifted(out, found.form)), tuple(outputs))
 
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
+    def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
         problem = cast(DecodeProblem, bound.problem)
         known = {name: aligned[name] for name in _ALIGNED if name in aligned}
-        return prepare_decode(self.op, problem, dict(bound.views), device, known, memory)
+        return decode_plan(self.op, problem, dict(bound.views), device, known)
 
     def host_device(self, foreign: bool) -> Device | None:
         return host_device(NAMES.get(self.tensors["q"].dtype, ""), self.backend)

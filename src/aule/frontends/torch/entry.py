@@ -1,4 +1,4 @@
-"""Entry of calls on torch tensors. Imported only when torch is loaded already.
+"""Entry point of calls on torch tensors. Imported only if torch is already loaded.
 
 Calls like an earlier one are launched at once (`repeated`). Other calls become a `Call`, which the route of the first
 tensor computes (`route`); if a gradient is needed, `autograd` comes first. Where PyTorch traces, transforms or
@@ -84,7 +84,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
         or options.deterministic is not False
         or options.precision is not None
     ):
-        options = _completed("flash_attention", q, options)
+        options = completed("flash_attention", q, options)
     if (
         dispatch_modes()
         or transform() is not None
@@ -120,7 +120,7 @@ def _attention_operator(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptio
     return operators.flash_attention(q, k, v, options)
 
 
-def _completed(op: str, q: Tensor, options: AttentionOptions) -> AttentionOptions:
+def completed(op: str, q: Tensor, options: AttentionOptions) -> AttentionOptions:
     """The options, checked, with a seed on the device of ``q`` if weights are dropped.
 
     A seed that is not given is drawn there from PyTorch's generator (see `seeds`). A compiled graph draws a new one
@@ -146,7 +146,7 @@ def flash_attention_varlen(
         return dynamo.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
     seeded = type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None
     if seeded or options.deterministic is not False:
-        options = _completed(VARLEN, q, options)
+        options = completed(VARLEN, q, options)
     refuse_tracing(VARLEN)
     refuse_transforms(VARLEN, (q, k, v, cu_q, cu_k, *options.arrays().values()), varlen.REMEDY)
     q, k, v = autocast(q, k, v)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
@@ -12,10 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aule.engine.kvcache import append_on_host, copy_on_host, no_memory, words, writer
-from aule.engine.memory import MemorySource
-from aule.engine.run import PreparedCall
-from aule.engine.run import prepare as prepare_plan
+from aule.engine.kvcache import APPEND, COPY, append_on_host, copy_on_host, no_memory, words, writer
 from aule.errors import AuleError, BackendUnavailableError
 from aule.frontends.torch import route
 from aule.frontends.torch.calls import Bound, Call, Results
@@ -27,7 +23,6 @@ from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.ops.kvcache.problem import AppendProblem, append_problem
 from aule.ops.shared.plan import Plan
 from aule.runtime.base import Device
-from aule.target import Target
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer types of each size, by which NumPy views the bits of any tensor."""
@@ -111,16 +106,6 @@ class _Write(Call):
     def host_device(self, foreign: bool) -> Device | None:
         return writer(self.writer)
 
-    @abstractmethod
-    def plan(self, bound: Bound, target: Target, alignments: dict[str, int]) -> Plan:
-        """The launches; ``alignments`` are bytes that divide the address of each tensor."""
-
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
-        alignments = {name: view.alignment for name, view in bound.views.items()}
-        return prepare_plan(self.plan(bound, device.target, alignments), device, memory=memory)
-
     def has_signature(self) -> bool:
         return False
 
@@ -128,8 +113,14 @@ class _Write(Call):
         raise AssertionError("a cache is written where it lies")
 
 
+def _alignments(bound: Bound) -> dict[str, int]:
+    """Bytes that divide the address of each tensor."""
+    return {name: view.alignment for name, view in bound.views.items()}
+
+
 class _Append(_Write):
     __slots__ = ("interleaved",)
+    counted_as = APPEND
 
     def __init__(self, op: str, arrays: Mapping[str, Tensor], interleaved: bool, backend: str | None) -> None:
         super().__init__(op, {"k": arrays["k"], **arrays}, ("append", interleaved), backend)
@@ -139,9 +130,9 @@ class _Append(_Write):
         views = {name: view(tensor, name, self.op, "k") for name, tensor in self.tensors.items()}
         return Bound(append_problem(self.op, views, interleaved=self.interleaved), views, ())
 
-    def plan(self, bound: Bound, target: Target, alignments: dict[str, int]) -> Plan:
+    def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
         assert isinstance(bound.problem, AppendProblem)
-        return plan_append(bound.problem, bound.views, target, alignments)
+        return plan_append(bound.problem, bound.views, device.target, _alignments(bound))
 
     def through_host(self, device: Device | None) -> Results:
         bound = self.bind(view_on_host)
@@ -154,7 +145,7 @@ class _Copy(_Write):
     __slots__ = ("pairs",)
 
     def __init__(self, flat: Mapping[str, Tensor], pairs: npt.NDArray[np.int32], backend: str | None) -> None:
-        super().__init__("KVCache", flat, ("copy", len(pairs)), backend)
+        super().__init__(COPY, flat, ("copy", len(pairs)), backend)
         self.pairs = pairs
 
     def placed(self, on_host: bool) -> Call:
@@ -167,8 +158,8 @@ class _Copy(_Write):
         views = {name: replace(words(x), alignment=alignment(x.data_ptr())) for name, x in flat.items()}
         return Bound(len(self.pairs), views, ())
 
-    def plan(self, bound: Bound, target: Target, alignments: dict[str, int]) -> Plan:
-        return plan_copy(len(self.pairs), bound.views, target, alignments)
+    def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
+        return plan_copy(len(self.pairs), bound.views, device.target, _alignments(bound))
 
     def through_host(self, device: Device | None) -> Results:
         bits = {name: tensor.view(_BITS[tensor.itemsize]).numpy() for name, tensor in self.tensors.items()}

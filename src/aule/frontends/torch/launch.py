@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aule.backends import registry
-from aule.engine.launch import Buffer, check_arguments, loaded
+from aule.engine.launch import Buffer, check_arguments, loaded, seen
 from aule.errors import DeviceMismatchError, InvalidArgumentError
 from aule.frontends import numpy as numpy_front_end
 from aule.frontends.torch import route
@@ -68,7 +68,9 @@ def _on_cuda(kernel: KernelIR, grid: Grid, args: list[Any], backend: str | None,
     check_arguments(kernel, [_described(x) if isinstance(x, Tensor) else x for x in args])
     if all(grid):
         memory = [device.wrap(x.data_ptr(), x.nbytes, x) if isinstance(x, Tensor) else x for x in args]
-        device.launch(loaded(kernel, device), grid, memory, raw_stream(device.index))
+        ready = loaded(kernel, device)
+        with seen(kernel, device):
+            device.launch(ready, grid, memory, raw_stream(device.index))
 
 
 def _described(x: Tensor) -> Buffer:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from aule.engine import observe
 from aule.errors import AuleError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Bound to names of this module because every call uses them: an attribute look-up takes as long as the function.
 read_by_dynamo = torch.compiler.is_dynamo_compiling  # only while Dynamo reads this code, not while a graph is traced
@@ -19,6 +25,11 @@ forward_ad = torch.autograd.forward_ad
 any_autocast = torch._C._is_any_autocast_enabled
 cuda_autocast = torch.is_autocast_enabled  # cheaper than any_autocast
 grad_enabled = torch.is_grad_enabled
+
+profiler: Any = torch.autograd.profiler
+"""Its ``_is_profiler_enabled`` says whether a profiler records, or PyTorch's NVTX ranges are on."""
+if not hasattr(profiler, "_is_profiler_enabled"):  # a PyTorch that says so elsewhere, or not at all
+    profiler = SimpleNamespace(_is_profiler_enabled=False)
 
 _functorch = torch._C._functorch
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -105,3 +116,46 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in tensors
     )
+
+
+# -- what users see of a call ------------------------------------------------------------------------------------------
+
+
+def called_by(name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Mark a function of an integration, so that `aule.dispatch_stats` counts the calls inside under its name.
+
+    In code that Dynamo reads the function is unchanged: the calls are counted as ``compiled`` when they run.
+    """
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            if read_by_dynamo():
+                return function(*args, **kwargs)
+            with observe.called_by(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def as_operator(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Mark the function of an operator: its calls are counted as ``compiled``, unless an integration makes them."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        name = observe.caller.get()
+        with observe.called_by("compiled" if name == "direct" else name):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _nvtx() -> tuple[Callable[[str], Any], Callable[[], Any]] | None:
+    """PyTorch's own functions of NVTX, or of ROCTX where it is built for ROCm; None without them."""
+    return (torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop) if torch.version.cuda or torch.version.hip else None
+
+
+observe.add_profiler(lambda: profiler._is_profiler_enabled, torch.autograd.profiler.record_function)
+observe.other_markers.append(_nvtx)

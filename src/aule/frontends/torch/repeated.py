@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from aule import settings
+from aule.engine import observe
 from aule.engine.signatures import Signatures
 from aule.frontends.torch.calls import Call, Ready, Results
+from aule.frontends.torch.modes import profiler
 from aule.frontends.torch.views import written
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -35,6 +37,7 @@ _grad_enabled = torch.is_grad_enabled
 _autocast_dtype = torch.get_autocast_dtype
 _forward_ad = torch.autograd.forward_ad
 _chosen, _checks_indices = settings.backend, settings.check_indices
+_caller = observe.caller.get
 _MISSES_BEFORE_REPLACEMENT = 8
 """Misses of a remembered call before another call with its key and shapes replaces it: preparing one takes long."""
 
@@ -72,12 +75,15 @@ class Repeated(ABC):
 
     __slots__ = (
         "_autocast", "_backend", "_check", "_count", "_differentiable", "_in_order", "_launch", "_outputs", "_overlap",
-        "_results", "_same", "_sources", "misses",
+        "_ranged", "_results", "_same", "_sources", "_tally", "misses",
     )  # fmt: skip
 
     def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
         assert ready.launch is not None
-        self._launch, self._check, self._overlap = ready.launch.start, ready.check, ready.overlap
+        self._launch, self._ranged, self._tally = ready.launch.start, ready.launch, ready.launch.tally
+        if settings.nvtx():
+            self._launch = ready.launch
+        self._check, self._overlap = ready.check, ready.overlap
         self._in_order, self._results = ready.places is None, ready.results
         self._count, self.misses = len(call.tensors), 0
         self._same = same_as(*tensors)
@@ -151,7 +157,9 @@ class OnHost(Repeated):
                 tensors = tensors[: self._count]
         except RuntimeError:  # no memory: the route says how much
             return None
-        self._launch([x.data_ptr() for x in (*tensors, *made)], None)
+        launch = self._ranged if profiler._is_profiler_enabled else self._launch
+        launch([x.data_ptr() for x in (*tensors, *made)], None)
+        self._tally[_caller()] += 1
         return tuple(made) if self._in_order else self._results(made)
 
 
@@ -190,7 +198,8 @@ class OnCuda(Repeated):
             del memory[self._count :]
         for x in made:
             memory.append(x.data_ptr())
-        self._launch(memory, _raw_stream(self._index))
+        (self._ranged if profiler._is_profiler_enabled else self._launch)(memory, _raw_stream(self._index))
+        self._tally[_caller()] += 1
         return tuple(made) if self._in_order else self._results(made)
 
 
@@ -212,7 +221,9 @@ class PlainOnCuda(OnCuda):
             return None
         self.misses = 0
         out = _empty_cuda(*self._outputs[0])
-        self._launch((*memory, out.data_ptr()), _raw_stream(self._index))
+        launch = self._ranged if profiler._is_profiler_enabled else self._launch
+        launch((*memory, out.data_ptr()), _raw_stream(self._index))
+        self._tally[_caller()] += 1
         return (out,)
 
 

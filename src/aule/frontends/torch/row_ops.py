@@ -8,9 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from aule.engine.memory import MemorySource
-from aule.engine.row_ops import host_device, on_host, prepare_row_op, result_views
-from aule.engine.run import PreparedCall
+from aule.engine.row_ops import host_device, is_gradient, on_host, result_views, row_op_plan
 from aule.errors import InvalidArgumentError
 from aule.frontends.torch.calls import Bound, Call, ContentsCheck, Output, Results
 from aule.frontends.torch.checks import dtype_name
@@ -19,6 +17,7 @@ from aule.frontends.torch.views import CPU, DTYPES, ViewOf, fresh, host_array, v
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.shared import spec as ops
 from aule.ops.shared.checks import checked_flag, checked_integer, checked_number, not_plain
+from aule.ops.shared.plan import Plan
 from aule.ops.shared.spec import OpSpec, Option
 from aule.runtime.base import Device
 
@@ -54,6 +53,10 @@ class RowOp(Call):
         self.option_key = (spec.name, wanted, options)
         self.repeat_key = repeat_key(spec, tensors, options, backend, wanted)[0]
 
+    @property
+    def backward(self) -> bool:  # type: ignore[override]
+        return is_gradient(self.spec)
+
     def _call(self, view: ViewOf) -> ops.Call:
         refuse_tracing(self.op)
         first = self.spec.operands[0].name
@@ -70,10 +73,8 @@ class RowOp(Call):
         outputs = [Output(name, DTYPES[x.dtype], x.shape, x.strides) for name, x in call.outputs.items()]
         return Bound(call.problem, dict(call.views) | result_views(call), tuple(outputs))
 
-    def prepare(
-        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
-    ) -> PreparedCall:
-        return prepare_row_op(self.spec, ops.Call(bound.problem, bound.views, {}), bound.views, device, memory)
+    def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
+        return row_op_plan(self.spec, bound.problem, bound.views, device)
 
     def host_device(self, foreign: bool) -> Device | None:
         return host_device(self.backend)

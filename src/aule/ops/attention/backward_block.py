@@ -1,4 +1,4 @@
-"""What the GPU backward kernels share: parameters, the workgroup's block of rows or keys, and its matrices."""
+"""Shared by the GPU backward kernels: parameters, the workgroup's block of rows or keys, and its matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the forward kernel of a configuration."""
+"""Chooses the forward kernel for a configuration."""
 
 from __future__ import annotations
 

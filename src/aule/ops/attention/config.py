@@ -61,7 +61,7 @@ class FragmentConfig(GpuConfig):
     pairs : tuple of str
         Which of an additive mask and bias can be read two keys at a time.
     one_loop : bool
-        Over warpgroups: edge tiles are so many that they share one loop with the others.
+        Over warpgroups: there are so many edge tiles that they share one loop with the others.
     linear : bool
         Over warpgroups: ALiBi is the only modifier of every score, and no row keeps a key to the right of its position,
         so that the bias is linear in the key.

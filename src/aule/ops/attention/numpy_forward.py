@@ -1,4 +1,4 @@
-"""Attention on NumPy alone, available on every machine.
+"""Attention on NumPy alone, for machines without any device.
 
 Blocked online softmax: scores exist one tile at a time, sized so that a tile stays in a core's L2 cache while BLAS and
 NumPy's vector loops pass over it. Extra memory is linear in the sequence length.

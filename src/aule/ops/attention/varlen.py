@@ -1,4 +1,4 @@
-"""Packed batches: sequences of different lengths one behind the other, ``[rows of all sequences, heads, dim]``.
+"""Packed batches: sequences of different lengths, concatenated, ``[rows of all sequences, heads, dim]``.
 
 Offsets ``cu_seqlens`` of ``[batch + 1]`` say at which row each sequence begins, and at which the last one ends. Kernels
 read them: one launch serves all sequences, with as many workgroups for each as the longest needs; those past the end of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from aule.ops.decode.problem import QUANTISED
 from aule.ops.scores.config import ScoreConfig
@@ -39,6 +40,8 @@ class DecodeShape:
     registers : int
         Most registers of a thread, for languages that can say so; 0 leaves it to the driver.
     """
+
+    engine: ClassVar = "simt"
 
     rows: int
     lanes: int
@@ -101,6 +104,8 @@ class FragmentDecodeShape:
     ahead : bool
         Values of a quantised cache are prefetched a step ahead, like its keys.
     """
+
+    engine: ClassVar = "fragment"
 
     rows: int
     blocks: int

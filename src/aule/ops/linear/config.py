@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from aule.ir.types import PANEL
 from aule.tile.fragment.shape import row_stride
@@ -62,6 +63,8 @@ class FragmentBlocks:
     tiles above each other are computed at the same time, so that caches hold what they share.
     """
 
+    engine: ClassVar = "fragment"
+
     rows: int
     cols: int
     depth: int
@@ -106,6 +109,8 @@ class WarpgroupBlocks:
     """Tiles of a product of warpgroups: the result's tile of a workgroup, whose warpgroups have 64 rows each, and the
     tiles above each other that are computed at the same time."""
 
+    engine: ClassVar = "warpgroup"
+
     rows: int
     cols: int
     registers: int = 255
@@ -132,6 +137,8 @@ class WarpgroupBlocks:
 @dataclass(frozen=True)
 class VectorBlocks:
     """Tiles of a product on a CPU: a task's tile, and the part of the summed dimension that is packed at a time."""
+
+    engine: ClassVar = "vector"
 
     rows: int
     cols: int

@@ -1,4 +1,4 @@
-"""RowConfig and RowKernel: what all kernels over rows have in common."""
+"""RowConfig and RowKernel: the base classes of kernels over rows."""
 
 from __future__ import annotations
 

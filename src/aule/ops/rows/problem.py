@@ -1,4 +1,4 @@
-"""RowProblem: what the problems of all row operations have in common."""
+"""RowProblem: the base class of the problems of row operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys a row keeps, and what happens to scores between the first product and softmax."""
+"""Which keys a row keeps, and how scores are modified between the first product and softmax."""
 
 from __future__ import annotations
 

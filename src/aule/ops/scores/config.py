@@ -14,7 +14,7 @@ Columns = Literal["unit", "same", "any"]
 """How a mask or bias lies along a row: consecutive elements, one element for all keys, or any stride."""
 
 Paging = Literal["none", "shift", "divide"]
-"""How keys lie: one behind the other, in pages whose size is a power of two, or in pages of another size."""
+"""How keys are stored: contiguous, in pages whose size is a power of two, or in pages of another size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ScoreConfig:
     tiles_listed : bool
         `mask_prepass` has listed the tiles in which the mask keeps anything; it is applied to those partly dropped.
     packed : bool
-        Sequences of different lengths lie one behind the other; buffers hold where each begins.
+        Sequences of different lengths are concatenated; buffers hold where each begins.
     lens : bool
         A buffer holds the number of keys of each sequence, and keys are not packed: decoding.
     paging : {"none", "shift", "divide"}

@@ -1,4 +1,4 @@
-"""Keys and values in pages of a pool: a table says which pages a sequence has."""
+"""Keys and values in pages of a pool: a table lists the pages of each sequence."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every op uses: its specification, plans, parameters and checks."""
+"""Shared by all ops: specification, plans, parameters and checks."""

@@ -11,6 +11,9 @@ from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
 from aule.target import Target
 
+_ENGINES = ("warpgroup", "fragment", "vector", "simt")
+"""Engines that multiply tiles; all other kernels move and reduce rows."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -36,6 +39,16 @@ class Step:
     scalars: Mapping[str, int | float]
     renamed: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def tiles(self) -> Any:
+        """The kernel's tile sizes and schedule; None for a kernel without such."""
+        return getattr(self.config, "shape", None) or getattr(self.config, "blocks", None)
+
+    @property
+    def engine(self) -> str:
+        """The engine of the kernel."""
+        return getattr(self.tiles, "engine", "rows")
+
     def memory_of(self, parameter: str) -> str:
         """Name of the memory that a buffer parameter stands for."""
         name = parameter.removesuffix("_ptr")
@@ -58,6 +71,12 @@ class Plan:
     steps: tuple[Step, ...]
     workspace: Mapping[str, int] = field(default_factory=dict)
     scratch: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> str:
+        """The engine of the kernels that take the time: one that multiplies tiles, if there is one."""
+        used = {step.engine for step in self.steps}
+        return next((engine for engine in _ENGINES if engine in used), "rows")
 
 
 def grid_of(op: str, blocks: int, target: Target) -> tuple[int, int, int]:

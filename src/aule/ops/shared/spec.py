@@ -1,4 +1,4 @@
-"""OpSpec: all about one op, so that the engine and every front end can serve it without knowing it."""
+"""OpSpec: a complete description of one op, so that the engine and front ends need no code for it."""
 
 from __future__ import annotations
 

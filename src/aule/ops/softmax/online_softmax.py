@@ -7,14 +7,14 @@ of scores S of a row,
     P = exp2(S - m)       l = l + sum P                                           (weigh)
     O = O + P V
 
-and after the last tile ``O / l`` and the log-sum-exp ``m + log2 l`` (finish). Results for different keys of a row are
-put together by `merge`. A sink is a key without a value.
+and after the last tile ``O / l`` and the log-sum-exp ``m + log2 l`` (finish). `merge` combines
+results for different keys of a row. A sink is a key without a value.
 
 m may lag behind the largest score by some powers of two, so that O is rarely rescaled. Where threads share a row, all
 of them hold its m, and each holds the l of its own columns until the end.
 
-The functions here emit arithmetic on values and do not know how a tile lies over threads: an engine gives the elements
-of its rows, and `RowEngine`.
+The functions here emit arithmetic on values and do not depend on how a tile is spread over threads: an engine passes
+the elements of its rows, and a `RowEngine`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `Team.reduce` sums a list of numbers over the lanes, but gives each lane only its share of the sums: with n numbers and
 L lanes that takes about n exchanges instead of n log L. Between it and `Team.spread`, which gives every lane all of
-them, each number is worked on once and not in every lane. Lane t owns number ``t * n // L`` and, if there are more
+them, each number is processed once, not in every lane. Lane t owns number ``t * n // L`` and, if there are more
 numbers than lanes, the ``n // L - 1`` after it.
 """
 

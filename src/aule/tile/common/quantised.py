@@ -1,7 +1,7 @@
 """Conversion of the bytes of a quantised cache, four to a word, in few operations.
 
 int8 becomes the mantissa of a float whose exponent gives the last bit the value one; the excess is subtracted. fp8
-(e4m3) has the exponent of fp16 but for one bit, so that its bits, moved into place, are the number times `E4M3_HALF`,
+(e4m3) has one exponent bit less than fp16, so its bits, shifted into place, are the number times `E4M3_HALF`,
 subnormals included.
 """
 

@@ -1,4 +1,4 @@
-"""Variables in rows, read and assigned together."""
+"""Rows of variables that are read and assigned together."""
 
 from __future__ import annotations
 

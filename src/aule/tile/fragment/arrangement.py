@@ -1,4 +1,4 @@
-"""How tiles lie over a subgroup on matrix units, chosen from a device's fragment layouts.
+"""How tiles are spread over a subgroup on matrix units, chosen from a device's fragment layouts.
 
 A result becomes the left factor of the next product (P in ``O = P V``), so what matters is how a result becomes a
 factor. Three cases, from the best to the worst:

@@ -81,6 +81,10 @@ class FragmentShape:
     edge_loop: bool = False
 
     @property
+    def engine(self) -> str:
+        return "warpgroup" if self.warpgroups else "fragment"
+
+    @property
     def threads(self) -> int:
         return self.subgroups * self.lanes
 

@@ -1,11 +1,11 @@
-"""Exchange of values between the subgroups of a row that lies over the workgroups of a cluster, without barriers.
+"""Exchange of values between the subgroups of a row that is spread over the workgroups of a cluster, without barriers.
 
 Each subgroup has a receive buffer in shared memory, into which every subgroup of its row, itself included, stores one
 word per value. So a row waits for its own subgroups only. A nonzero word means the value has arrived: zero is sent as
-negative zero, and whoever receives a word resets it to zero.
+negative zero, and the receiver resets a word to zero.
 
 There are at least two buffers, used for successive blocks of rows. A subgroup sends to a buffer again once it has
-received everyone's values of the block before, which they sent after they had emptied that buffer.
+received all values of the previous block, which their senders sent after they had emptied that buffer.
 
 Devices without clusters would have to exchange through global memory, which takes too long.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 PrefetchTo = Literal["shared", "registers", "staged", "staged_alone"]
 ColumnReads = Literal["resident", "row_start", "first_part", "first_use", "every_pass"]
@@ -49,6 +49,8 @@ class RowShape:
         In kernels that loop, with rows prefetched to shared memory: 2 if the two workgroups of a cluster combine their
         column sums before they store them.
     """
+
+    engine: ClassVar = "rows"
 
     threads: int = 1
     slots: int = 1

@@ -1,8 +1,8 @@
 """Sums in global memory to which simt kernels add tiles with atomics.
 
 A result ``[block_kv, dim]`` of the engine is computed in parts of its columns that fit into registers. In memory it
-lies as over registers and threads: neighbouring lanes add to neighbouring elements, so that a subgroup's additions of
-one register are one transaction. `TileSums.place` says where an element is.
+has the order of registers and threads: neighbouring lanes add to neighbouring elements, so a subgroup's additions of
+one register are one transaction. `TileSums.place` returns the place of an element.
 """
 
 from __future__ import annotations

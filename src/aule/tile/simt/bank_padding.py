@@ -1,4 +1,4 @@
-"""Padding of rows in shared memory that keeps lanes which write into several rows at a time off each other's banks."""
+"""Padding of rows in shared memory that avoids bank conflicts between lanes that write into several rows at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The simt engine: register-blocked products out of shared memory, for any GPU.
 
-A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile lies over them in strips of up to four rows and
-columns, so that a thread reads its part of either operand of a product sixteen bytes at a time. Both operands lie in
+A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile is spread over them in strips of up to four rows
+and columns, so a thread reads its part of either operand of a product sixteen bytes at a time. Both operands lie in
 shared memory with the summed dimension outermost: Q, K and P are transposed when they are stored there, V needs no
 transposition. Rows are padded (`BankPadding`) to avoid bank conflicts.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from aule import tuning
 from aule.target import Target
@@ -51,6 +52,8 @@ class SimtShape:
         If rows are dense in memory and fill all tiles, use a kernel that relies on it: a thread's part of a chunk lies
         at constant distances, and no row is past the end.
     """
+
+    engine: ClassVar = "simt"
 
     block_q: int
     block_kv: int

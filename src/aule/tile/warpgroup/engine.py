@@ -1,8 +1,9 @@
 """The warpgroup engine: asynchronous products that four subgroups start together.
 
-Accumulators lie as in the fragment engine, 16 rows to a subgroup, which serves for everything between two products. Two
-things differ. The product itself reads its right factor, and optionally its left one, from shared memory, where they
-lie in panels (`aule.ir.types.Panels`). And a product runs on while the subgroup does something else, until it waits.
+Accumulators have the layout of the fragment engine, 16 rows per subgroup, whose code handles everything between two
+products. Two things differ. The product itself reads its right factor, and optionally its left one, from shared memory,
+where they are stored in panels (`aule.ir.types.Panels`). And a product runs on while the subgroup does something else,
+until it waits.
 """
 
 from __future__ import annotations

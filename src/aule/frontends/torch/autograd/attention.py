@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aule.engine import observe
 from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.autograd.refuse import refuse_second
 from aule.frontends.torch.calls import Results
@@ -60,6 +61,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         ctx.options = options._replace(mask=None, bias=None, sinks=None, rope_cos=None, rope_sin=None, seed=None)
         tables = options.rope_cos, options.rope_sin
         ctx.save_for_backward(q, k, v, out, lse, mask, bias, sinks, *tables, options.seed)
+        ctx.caller = observe.caller.get()  # autograd may compute gradients in a thread of its own
         shown = lse.to(torch.float32)
         ctx.mark_non_differentiable(shown)
         return out, shown
@@ -70,6 +72,6 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         saved = ctx.saved_tensors
         q, k, v, out, lse, mask, bias, sinks, cos, sin, seed = saved
         options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks, rope_cos=cos, rope_sin=sin, seed=seed)
-        with torch.no_grad():
+        with torch.no_grad(), observe.called_by(ctx.caller):
             found = gradients(Saved(q, k, v, out, lse, dout), options, ctx.needs_input_grad[3:6])
         return (*refuse_second(found, dout, *saved), None)

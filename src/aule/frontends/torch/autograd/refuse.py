@@ -1,4 +1,4 @@
-"""Results that raise when they are differentiated; autograd would take them for constants."""
+"""Results that raise an error when differentiated; otherwise autograd would treat them as constants."""
 
 from __future__ import annotations
 

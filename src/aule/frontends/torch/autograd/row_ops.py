@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from aule.engine import observe
 from aule.errors import AuleError, InvalidArgumentError
 from aule.frontends.torch import passes, repeated, route
 from aule.frontends.torch.autograd.refuse import refuse_second
@@ -59,14 +60,14 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(spec: OpSpec, options: Options, backend: str | None, *tensors: Tensor | None) -> Tensor | Results:
-        found = _run(spec, tensors, options, backend, (*spec.outputs, *_outputs_to_save(spec, tensors, backend)))
+        found = _run(spec, tensors, options, backend, (*spec.outputs, *outputs_to_save(spec, tensors, backend)))
         found = tuple(x for x in found if x is not None)
         return found[0] if len(found) == 1 else found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | Results) -> None:
         spec, ctx.options, ctx.backend, *tensors = inputs
-        ctx.spec = spec
+        ctx.spec, ctx.caller = spec, observe.caller.get()
         ctx.set_materialize_grads(False)
         where = place(spec, ctx.options)
         if where is not None:
@@ -74,7 +75,7 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
         hidden: tuple[str, ...] = ()
         if isinstance(output, tuple) and len(output) > len(spec.outputs):
             ctx.mark_non_differentiable(*output[len(spec.outputs) :])
-            hidden = _outputs_to_save(spec, tensors, ctx.backend)
+            hidden = outputs_to_save(spec, tensors, ctx.backend)
         ctx.save_for_backward(*saved(spec, tensors, output, hidden))
 
     @staticmethod
@@ -82,10 +83,11 @@ class _RowOp(torch.autograd.Function):  # type: ignore[misc]
         spec: OpSpec = ctx.spec
         inputs = ctx.saved_tensors
         known = spec, douts[: len(spec.outputs)], inputs, ctx.options, ctx.backend, ctx.needs_input_grad[3:], _run
-        if not grad_enabled():  # unless second derivatives are wanted
-            return (None, None, None, *gradients(*known))
-        with torch.no_grad():
-            found = gradients(*known)
+        with observe.called_by(ctx.caller):
+            if not grad_enabled():  # unless second derivatives are wanted
+                return (None, None, None, *gradients(*known))
+            with torch.no_grad():
+                found = gradients(*known)
         return (None, None, None, *refuse_second(found, *douts, *inputs, op=spec.name))
 
     @staticmethod
@@ -166,7 +168,7 @@ def _standing_in(spec: OpSpec) -> frozenset[str]:
     return frozenset(x.name for x in required_gradient(spec).operands if x.stands_for is not None)
 
 
-def _outputs_to_save(spec: OpSpec, tensors: Tensors, backend: str | None) -> tuple[str, ...]:
+def outputs_to_save(spec: OpSpec, tensors: Tensors, backend: str | None) -> tuple[str, ...]:
     """Results that a call computes only for its gradient."""
     first = tensors[0]
     if not spec.saved_outputs or first is None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aule.engine import observe
 from aule.frontends.torch import route
 from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.autograd.attention import CONSTANT, needs_gradient
@@ -50,7 +51,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         out, lse = route.route(q, packed.options.backend).compute(Forward(q, k, v, packed, True))
         assert lse is not None
-        ctx.packed = packed
+        ctx.packed, ctx.caller = packed, observe.caller.get()
         shown = lse.float() if lse.dtype != torch.float32 else lse.clone()
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.mark_non_differentiable(shown)
@@ -63,7 +64,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
         inputs = ctx.saved_tensors
         q, k, v, sinks, out, lse = inputs
         saved = Saved(q, k, v, out, lse, dout.resolve_neg())  # the caller cannot be told to resolve it
-        with torch.no_grad():
+        with torch.no_grad(), observe.called_by(ctx.caller):
             grads = route.route(q, ctx.packed.options.backend).compute(Backward(saved, ctx.packed))
             of_sinks = None
             if ctx.needs_input_grad[3]:

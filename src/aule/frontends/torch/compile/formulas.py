@@ -1,8 +1,8 @@
-"""The operators by PyTorch's own, for ONNX export.
+"""aule's operators expressed by PyTorch's own, for ONNX export.
 
 While ``torch.onnx.export`` traces a model, calls become these formulas instead of operators of aule, and PyTorch's
 exporter translates them: with opset 23 attention becomes ONNX Attention, norms RMSNormalization and LayerNormalization.
-Half precision is computed in float32 outside of Attention. Calls are checked before.
+Half precision is computed in float32 outside of Attention. Calls have been checked before.
 """
 
 from __future__ import annotations

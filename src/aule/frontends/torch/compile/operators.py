@@ -32,7 +32,7 @@ from aule.frontends.torch.checks import (
 )
 from aule.frontends.torch.compile import formulas
 from aule.frontends.torch.compile.vmap import Dim, Info, Mapped, one_by_one
-from aule.frontends.torch.modes import autocast, in_onnx_export, refuse_tracing, transformed
+from aule.frontends.torch.modes import as_operator, autocast, in_onnx_export, refuse_tracing, transformed
 from aule.frontends.torch.passes import forward_with_lse, gradients
 from aule.frontends.torch.views import work_dtype
 from aule.ops.attention.validate import Operands, attention_problem, window_sides
@@ -115,6 +115,7 @@ def _options(arguments: Sequence[Any]) -> AttentionOptions:
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
+@as_operator
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Attention, and its log-sum-exp in the type computed in."""
     return forward_with_lse(q, k, v, _options(rest), training=False)
@@ -166,6 +167,7 @@ attention.register_autograd(
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
+@as_operator
 def _attention_backward(
     dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:

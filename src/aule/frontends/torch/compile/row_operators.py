@@ -18,7 +18,7 @@ from aule.frontends.torch.calls import Results
 from aule.frontends.torch.checks import dtype_name, no_second_derivative
 from aule.frontends.torch.compile import formulas
 from aule.frontends.torch.compile.vmap import Dim, Info, row_op_one_by_one
-from aule.frontends.torch.modes import in_onnx_export
+from aule.frontends.torch.modes import as_operator, in_onnx_export
 from aule.frontends.torch.passes import compute
 from aule.frontends.torch.row_ops import Options, Tensors, named_options
 from aule.frontends.torch.views import DTYPES, fresh
@@ -85,6 +85,7 @@ def _register(spec: OpSpec, gradient: bool) -> Any:
         filled = tuple(like.new_empty(0) if x is None else x for x in found)
         return filled[0] if len(filled) == 1 else filled
 
+    @as_operator
     def real(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
         given = _Arguments(spec, arguments, gradient)
         found = compute(spec, given.tensors, given.options, given.backend, given.wanted)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aule import settings
+from aule.engine import observe
 from aule.engine.memory import MemorySource
 from aule.engine.run import BoundCall
 from aule.engine.signatures import signatures
@@ -103,6 +104,7 @@ class Planned(Route):
             made.append(x)
         if ready.launch is not None:
             self.launch(ready.launch, [*call.tensors.values(), *made])
+            ready.launch.tally[observe.caller.get()] += 1
         return ready.results(made)
 
     def _prepared(self, call: Call, device: Device) -> Ready:

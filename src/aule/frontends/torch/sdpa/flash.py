@@ -18,6 +18,7 @@ from torch import Tensor
 from aule.backends import registry
 from aule.errors import AuleError
 from aule.frontends.torch.attention import Backward, Forward, Saved
+from aule.frontends.torch.modes import called_by
 from aule.frontends.torch.route import HOST
 from aule.options import AttentionOptions
 
@@ -51,6 +52,7 @@ class _Active:
     def remove(self) -> None:
         self.library._destroy()
 
+    @called_by("flash_attention_impl")
     def forward(
         self,
         keys: Any,
@@ -78,6 +80,7 @@ class _Active:
         # PyTorch promises this layout to graphs that it compiled.
         return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
 
+    @called_by("flash_attention_impl")
     def backward(
         self,
         keys: Any,

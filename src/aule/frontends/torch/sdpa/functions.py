@@ -1,4 +1,4 @@
-"""aule's ``scaled_dot_product_attention``, and the function that `aule.install` puts in the place of PyTorch's."""
+"""aule's ``scaled_dot_product_attention``, and the replacement that `aule.install` sets for PyTorch's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from aule._version import __version__
 from aule.errors import AuleError
+from aule.frontends.torch.modes import called_by
 from aule.frontends.torch.sdpa.translate import NESTED, Arguments, Band, Mask, Refused, band, is_causal_bias, translate
 
 _NAME = "scaled_dot_product_attention"
@@ -51,6 +52,9 @@ def attempt(given: Arguments, backend: str | None, compiled: bool = False) -> tu
         return None, error.code
 
 
+installed = called_by("install")(attempt)
+
+
 def replacement(
     original: Callable[..., Tensor],
     settings_now: Callable[[], tuple[bool, str | None]],
@@ -75,7 +79,7 @@ def replacement(
         if active:
             # A graph is traced several times; a call is counted in the first, with fake tensors.
             counts = not (compiled and type(given.query) is FunctionalTensor)
-            result, reason = attempt(given, backend, compiled)
+            result, reason = installed(given, backend, compiled)
             if counts:
                 count(reason)
             if result is not None:

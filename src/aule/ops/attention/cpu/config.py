@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from aule.ir.types import SCALARS, Scalar, u32
 from aule.ops.scores.config import Columns, ScoreConfig
@@ -28,6 +28,8 @@ class CpuShape:
         Keys of a block, a multiple of the panel. K and V of a block stay in the second-level cache while all rows use
         them, the scores of ``rows`` rows in the first-level cache.
     """
+
+    engine: ClassVar = "vector"
 
     unit: VectorUnit
     rows: int

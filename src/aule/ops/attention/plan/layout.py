@@ -1,4 +1,4 @@
-"""How operands lie in memory, and what kernels may assume of it."""
+"""How operands are laid out in memory, and what kernels may assume about it."""
 
 from __future__ import annotations
 
