@@ -33,7 +33,7 @@ def flex_attention(
     q: Any, k: Any, v: Any, score_mod: Any, block_mask: Any, scale: float | None, backend: str | None
 ) -> Any:
     """Attention with functions of the user, and its log-sum-exp, on DLPack arrays."""
-    given = [_host(x, name, "flex_attention") for name, x in (("query", q), ("key", k), ("value", v))]
+    given = [host(x, name, "flex_attention") for name, x in (("query", q), ("key", k), ("value", v))]
     found = numpy_front_end.flex_attention(given[0], given[1], given[2], score_mod, block_mask, scale, backend)
     return _back(found, q)
 

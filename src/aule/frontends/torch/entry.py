@@ -166,7 +166,8 @@ def flex_attention(
     if read_by_dynamo():
         from aule.frontends.torch.compile import dynamo
 
-        return dynamo.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
+        found: tuple[Tensor, Tensor] = dynamo.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
+        return found
     from aule.frontends.torch.flex import entry  # few programs use it
 
     return entry.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
