@@ -69,6 +69,7 @@ if _TYPE_CHECKING:
         NoComputeQueueError,
         OutOfMemoryError,
         ShaderCompileError,
+        UnknownOptionError,
     )
     from aule.integrations.patching import PatchReport as PatchReport
     from aule.integrations.patching import patch_model as patch_model
@@ -94,6 +95,7 @@ __all__ = [
     "OutOfMemoryError",
     "ShaderCompileError",
     "Tensor",
+    "UnknownOptionError",
     "__version__",
     "attention",
     "aule_attention",

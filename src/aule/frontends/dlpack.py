@@ -75,7 +75,7 @@ def launch(kernel: KernelIR, grid: Grid, args: Sequence[Any], backend: str | Non
 
 
 def to_precision(array: Any, precision: str) -> Any:
-    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; the result comes from the array's namespace."""
+    """Convert floats to a dtype (``"float16"`` ...); the result comes from the array's namespace."""
     return _back(numpy_front_end.to_precision(_host(array, "array"), precision), array)
 
 

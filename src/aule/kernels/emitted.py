@@ -13,7 +13,7 @@ from aule.backends import registry
 from aule.codegen import generate, target_for
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
-from aule.ops.attention.validate import MAX_HEAD_DIM
+from aule.ops.attention.checks import MAX_HEAD_DIM
 from aule.ops.shared.checks import checked_number
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ops.attention.checks import alibi_operand
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import Array, Expected, expect
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, expect_gradients
-from aule.ops.attention.validate import Operands, alibi_operand, attention_problem
+from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.rope.tables import rope_operands
 from aule.view import TensorView
 
@@ -100,7 +101,7 @@ def _check_offsets(op: str, cu_q: TensorView, cu_k: TensorView) -> int:
     for name, view in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if view.dtype != "i32" or len(view.shape) != 1 or view.shape[0] < 1:
             raise InvalidDtypeError(
-                f"[{op}] expected {name} as int32 [batch + 1], got {view.dtype} {list(view.shape)}; convert it"
+                f"[{op}] expected {name} as int32 [batch + 1], got {view.dtype_name} {list(view.shape)}; convert it"
             )
     if cu_q.shape != cu_k.shape:
         raise InvalidShapeError(
@@ -137,7 +138,7 @@ def _slopes(op: str, view: TensorView, batch: int, heads: int) -> TensorView:
     if view.dtype != "f32" or view.shape not in ((heads,), (batch, heads)):
         raise InvalidShapeError(
             f"[{op}] expected alibi_slopes as float32 [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], "
-            f"got {view.dtype} {list(view.shape)}; give one slope per query head"
+            f"got {view.dtype_name} {list(view.shape)}; give one slope per query head"
         )
     return alibi_operand(op, view, batch, heads)
 

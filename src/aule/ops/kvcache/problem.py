@@ -64,12 +64,12 @@ def append_problem(op: str, views: Mapping[str, TensorView], *, interleaved: boo
         rows, cache = views[name], views[f"{name}_cache"]
         if rows.dtype not in FLOATS:
             raise InvalidDtypeError(
-                f"[{op}] expected {name} of float32, float16 or bfloat16, got {rows.dtype}; convert it first"
+                f"[{op}] expected {name} of float32, float16 or bfloat16, got {rows.dtype_name}; convert it first"
             )
         if rows.dtype != k.dtype or (cache.dtype != rows.dtype if quantize is None else cache.dtype != k_cache.dtype):
             raise InvalidDtypeError(
-                f"[{op}] expected k and v of one dtype, that of the cache unless it is quantised, got {k.dtype}, "
-                f"{rows.dtype} and a cache of {cache.dtype}; convert them first"
+                f"[{op}] expected k and v of one dtype, that of the cache unless it is quantised, got {k.dtype_name}, "
+                f"{rows.dtype_name} and a cache of {cache.dtype_name}; convert them first"
             )
         wanted = (batch, each, heads, rows.shape[3])
         if rows.shape != wanted or cache.shape[:2] != k_cache.shape[:2] or cache.shape[2:] != (heads, rows.shape[3]):
@@ -109,7 +109,7 @@ def _rotary(op: str, cos: TensorView, sin: TensorView, head_dim: int) -> int:
         )
     if cos.dtype not in FLOATS or sin.dtype != cos.dtype:
         raise InvalidDtypeError(
-            f"[{op}] expected cos and sin of one float dtype, got {cos.dtype} and {sin.dtype}; convert them first"
+            f"[{op}] expected cos and sin of one float dtype, got {cos.dtype_name} and {sin.dtype_name}; convert them first"
         )
     return rotary
 

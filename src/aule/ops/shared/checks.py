@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from aule.dtypes import either, usual_name
 from aule.errors import InvalidArgumentError
 from aule.view import TensorView
 
 FLOAT_DTYPES = ("f32", "f16", "bf16", "f64")
 """dtypes of arrays of floating-point numbers."""
+
+FLOATS = either(tuple(map(usual_name, FLOAT_DTYPES)))
+"""The same, for messages."""
 
 LARGEST = 1e38
 """Largest magnitude of numbers that kernels take as float32, some of them times log2(e)."""
@@ -109,6 +113,6 @@ def checked_seed(op: str, seed: Any) -> int | None:
 def checked_seed_words(op: str, view: TensorView | None) -> TensorView:
     """Check the operand that holds the two words of a seed."""
     if view is None or view.shape != (2,) or view.itemsize != 4:
-        got = "None" if view is None else f"{view.dtype} {list(view.shape)}"
+        got = "None" if view is None else f"{view.dtype_name} {list(view.shape)}"
         raise InvalidArgumentError(f"[{op}] expected the two 32-bit words of a seed with dropout_p > 0, got {got}")
     return view
