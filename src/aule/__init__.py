@@ -20,18 +20,18 @@ if _TYPE_CHECKING:
     from aule import integrations as integrations
     from aule import nn as nn
     from aule.api.attention import (
-        attention,
         aule_attention,
         flash_attention,
         flash_attention_rope,
         flash_attention_varlen,
-        precompute_rope_frequencies,
     )
     from aule.api.context import Aule, Tensor
     from aule.api.decode import cascade_attention, decode_attention, flash_attention_paged, merge_states
     from aule.api.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
     from aule.api.kvcache import KVCache
     from aule.api.launch import Kernel, kernel, launch
+    from aule.api.precision import attention
+    from aule.api.rope import precompute_rope_frequencies
     from aule.api.row_ops import (
         cross_entropy,
         geglu,
@@ -140,6 +140,8 @@ _HOMES = (
     "errors",
     "api.attention",
     "api.decode",
+    "api.precision",
+    "api.rope",
     "api.row_ops",
     "api.context",
     "api.info",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from aule.api.context import Aule
 from aule.api.names import refuses_unknown, unknown_option
 from aule.api.types import (
     A,
@@ -17,14 +16,12 @@ from aule.api.types import (
     TensorKeywords,
     Window,
 )
-from aule.dtypes import dtype_name, either
-from aule.errors import InvalidArgumentError, InvalidDtypeError, OutOfMemoryError
-from aule.frontends import by_type, front_end, maker
-from aule.ops.rope.tables import checked_frequencies, frequencies, rope_tables
+from aule.errors import InvalidDtypeError
+from aule.frontends import by_type, front_end
+from aule.ops.rope.tables import rope_tables
 from aule.options import AttentionOptions
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from typing_extensions import Unpack
 
 
@@ -120,8 +117,8 @@ def flash_attention(
     precision : {"float16", "bfloat16", "tf32"}, optional
         Only for float32 inputs: round q, k, v and the weights to this type and multiply them on matrix units; sums,
         softmax, the result and the log-sum-exp stay float32. In float16, values beyond 65504 become infinite; tf32 has
-        the digits of float16 and the range of float32, and needs CUDA sm_80 or newer. Gradients are computed in float32.
-        A device without such units is refused; without this option float32 is never rounded. Other spellings
+        the digits of float16 and the range of float32, and needs CUDA sm_80 or newer. Gradients are computed in
+        float32. A device without such units is refused; without this option float32 is never rounded. Other spellings
         (``"fp16"``, ``torch.bfloat16`` ...) are understood.
     out : array, optional
         Write the result here; it may lie over q, k or v.
@@ -361,119 +358,3 @@ def flash_attention_rope(
         As `flash_attention` returns it.
     """
     return flash_attention(q, k, v, causal=causal, scale=scale, rope=(cos, sin), **options)
-
-
-@overload
-def precompute_rope_frequencies(
-    seq_len: int, head_dim: int, base: float = ..., device: None = ..., dtype: str | None = ...
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
-@overload
-def precompute_rope_frequencies(
-    seq_len: int, head_dim: int, base: float = ..., device: Any = ..., dtype: Any = ...
-) -> tuple[Any, Any]: ...
-@refuses_unknown
-def precompute_rope_frequencies(
-    seq_len: int, head_dim: int, base: float = 10000.0, device: Any = None, dtype: Any = None, **unknown: NoReturn
-) -> tuple[Any, Any]:
-    """Cosines and sines of rotary position embeddings.
-
-    Parameters
-    ----------
-    seq_len : int
-        Positions, from 0 on.
-    head_dim : int
-        Columns to rotate; even.
-    base : float
-        Pair ``i`` is rotated by ``base ** (-2 i / head_dim)`` per position.
-    device : torch.device or str, optional
-        Give torch tensors there; otherwise, unless ``dtype`` is one of torch, NumPy arrays.
-    dtype : str or dtype, optional
-        float32 (the default), float16, bfloat16 or float64. They are computed in float64 and rounded once.
-
-    Returns
-    -------
-    cos, sin : array
-        ``[seq_len, head_dim // 2]``.
-    """
-    op = "precompute_rope_frequencies"
-    if unknown:
-        raise unknown_option(precompute_rope_frequencies, unknown)
-    seq_len, head_dim, base = checked_frequencies(op, seq_len, head_dim, base, ("seq_len", "head_dim"))
-    end = maker(device, dtype, op)
-    try:
-        cos, sin = frequencies(seq_len, head_dim, base)
-    except MemoryError as error:
-        nbytes = 8 * seq_len * (head_dim // 2)
-        raise OutOfMemoryError(f"[{op}] expected {nbytes} bytes, got none ({error}); take less", nbytes) from error
-    return end.make(cos, device, dtype, op), end.make(sin, device, dtype, op)
-
-
-_PRECISIONS = ("float32", "float16", "bfloat16")
-
-
-@refuses_unknown
-def attention(
-    q: A,
-    k: A,
-    v: A,
-    *,
-    context: Aule | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    input_precision: object = None,
-    intermediate_precision: object = "float32",
-    output_precision: object = None,
-    **unknown: NoReturn,
-) -> A:
-    """Attention with chosen precisions.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As for `flash_attention`.
-    context : Aule, optional
-        Compute on this context's device.
-    causal : bool
-        Row ``i`` attends to keys up to its own position. False by default, other than in `flash_attention`.
-    softmax_scale : float, optional
-        Factor of the scores; default ``1 / sqrt(head_dim)``.
-    input_precision, output_precision : {"float32", "float16", "bfloat16"}, optional
-        Convert the inputs before, or the result after. Default: leave them. Other spellings (``"fp16"``,
-        ``torch.float16`` ...) are understood.
-    intermediate_precision : {"float32"}
-        Scores and sums are always accumulated in float32.
-    """
-    if unknown:
-        raise unknown_option(attention, unknown)
-    converted, returned = (
-        _precision("input_precision", input_precision),
-        _precision("output_precision", output_precision),
-    )
-    if dtype_name(intermediate_precision) != "float32":
-        raise InvalidArgumentError(
-            f"[attention] expected intermediate_precision 'float32', got {intermediate_precision!r}; sums in half "
-            "precision are not offered because they lose digits without being faster"
-        )
-    if context is not None and not isinstance(context, Aule):
-        raise InvalidArgumentError(
-            f"[attention] expected an aule.Aule as context, got {type(context).__name__}; pass None for the best device"
-        )
-    end = front_end(q, "attention")
-    if converted is not None:
-        q, k, v = (end.to_precision(x, converted) for x in (q, k, v))
-    backend = None if context is None else context.device_name
-    result = flash_attention(q, k, v, causal=causal, scale=softmax_scale, backend=backend)
-    if returned is not None:
-        result = end.to_precision(result, returned)
-    return result
-
-
-def _precision(option: str, value: object) -> str | None:
-    if value is None:
-        return None
-    name = dtype_name(value)
-    if name not in _PRECISIONS:
-        raise InvalidArgumentError(
-            f"[attention] expected {option} {either(_PRECISIONS)}, got {value!r}; pass None to leave the dtype as it is"
-        )
-    return name

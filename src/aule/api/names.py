@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from aule.errors import UnknownOptionError
@@ -66,14 +66,29 @@ def refuses_unknown(function: F) -> F:
     return function
 
 
-def unknown_option(function: Callable[..., Any], unknown: Mapping[str, object], op: str = "") -> UnknownOptionError:
-    """Make the error for options that a function does not have, with the name that was probably meant."""
+def unknown_option(
+    function: Callable[..., Any] | Sequence[str], unknown: Mapping[str, object], op: str = ""
+) -> UnknownOptionError:
+    """Make the error for options that a function does not have, with the name that was probably meant.
+
+    Parameters
+    ----------
+    function : callable or sequence of str
+        The function, or the options that it has.
+    unknown : mapping
+        What it was given besides.
+    op : str
+        Its name for the message; default: ``function.__name__``.
+    """
     given = next(iter(unknown))
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    if callable(function):
+        op = op or function.__name__
+        function = [name for name in inspect.signature(function).parameters if name != "self"]
+    known = list(function)
     guess = _OURS.get(given)
     if guess not in known:
         guess = next(iter(difflib.get_close_matches(given, known, 1)), None)
     remedy = _ADVICE.get(given) if _OURS.get(given) not in known else None
     if remedy is None:
         remedy = f"did you mean `{guess}`?" if guess else f"it has {', '.join(known)}"
-    return UnknownOptionError(f"[{op or function.__name__}] expected one of its options, got `{given}`; {remedy}")
+    return UnknownOptionError(f"[{op}] expected one of its options, got `{given}`; {remedy}")

@@ -20,7 +20,7 @@ from aule.ir import KernelIR
 from aule.ops.attention.validate import attention_problem
 from aule.ops.attention.varlen import OP, varlen_problem
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.shared.checks import FLOAT_DTYPES, FLOATS, checked_dropout, checked_seed
+from aule.ops.shared.checks import FLOAT_DTYPES, FLOATS, checked_dropout, checked_seed, wrong_kind
 from aule.ops.softmax.dropout import fresh_seed, seed_words
 from aule.options import AttentionOptions, DecodeOptions
 from aule.runtime.base import Grid
@@ -41,13 +41,11 @@ def accepts(array: object) -> bool:
 def view(array: Array, name: str = "array", op: str = "flash_attention", like: str = "q") -> TensorView:
     """View a NumPy array. bfloat16 and float8_e4m3fn (ml_dtypes) are viewed by their bits."""
     if not isinstance(array, np.ndarray):
-        raise InvalidDtypeError(
-            f"[{op}] expected {name} to be a NumPy array like {like}, got {type(array).__name__}; convert it first"
-        )
+        raise wrong_kind(op, name, "a NumPy array", like, array)
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidDtypeError(
             f"[{op}] expected {name} without a mask of its own, got a masked array, whose mask kernels do not know; "
-            "use .filled(), and mask= where there is one"
+            "use .filled(), and mask= if the function has it"
         )
     dtype = _NAMES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
@@ -249,8 +247,8 @@ def checked_out(out: object, shape: tuple[int, ...], dtype: str, op: str = "flas
         raise InvalidDtypeError(f"[{op}] expected out of q's dtype, got {out.dtype}; allocate it like q")
     if not out.dtype.isnative or any(step % out.itemsize for step in out.strides):
         raise InvalidDtypeError(
-            f"[{op}] expected out in native byte order, its elements some whole ones apart, got {out.dtype} with "
-            f"strides of {out.strides} bytes; leave out away, and copy the result there"
+            f"[{op}] expected out in native byte order with strides of whole elements, got {out.dtype} with "
+            f"strides of {out.strides} bytes; leave out= out, and copy the result there"
         )
     spread = out.size and any(step == 0 and n > 1 for n, step in zip(out.shape, out.strides, strict=True))
     if spread or not out.flags.writeable:

@@ -11,7 +11,7 @@ from torch import Tensor
 from aule.dtypes import shown
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.validate import window_sides
-from aule.ops.shared.checks import checked_flag, checked_number
+from aule.ops.shared.checks import checked_flag, checked_number, wrong_kind
 from aule.options import AttentionOptions, DecodeOptions
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -34,9 +34,7 @@ NAMES = {
 def require_tensor(tensor: object, name: str, op: str = "flash_attention", like: str = "q") -> None:
     """Refuse other objects than tensors; ``like`` names an operand that is a tensor."""
     if not isinstance(tensor, Tensor):
-        raise InvalidDtypeError(
-            f"[{op}] expected {name} to be a torch tensor like {like}, got {type(tensor).__name__}; convert it first"
-        )
+        raise wrong_kind(op, name, "a torch tensor", like, tensor)
 
 
 def require_dense(tensor: Tensor, name: str, op: str) -> None:
@@ -79,8 +77,8 @@ def dtype_name(tensor: Tensor, name: str, op: str = "flash_attention") -> str:
     if dtype is None:
         whole = "" if tensor.dtype.is_floating_point or tensor.is_complex() else "int32 or int64 for indices, else "
         raise InvalidDtypeError(
-            f"[{op}] expected {name} of {whole}float32, float16, bfloat16 or float64, got {shown(tensor.dtype)}; convert "
-            "with .to"
+            f"[{op}] expected {name} of {whole}float32, float16, bfloat16 or float64, got {shown(tensor.dtype)}; "
+            "convert with .to"
         )
     return dtype
 

@@ -32,8 +32,8 @@ def factor_type(op: str, precision: Any, dtype: str) -> str | None:
         return None
     if dtype != "f32":
         raise InvalidDtypeError(
-            f"[{op}] expected q, k and v of float32 with precision={name!r}, got {usual_name(dtype)}; leave precision out, or "
-            "convert them to float32"
+            f"[{op}] expected q, k and v of float32 with precision={name!r}, got {usual_name(dtype)}; leave precision "
+            "out, or convert them to float32"
         )
     return PRECISIONS[name]
 
@@ -50,5 +50,6 @@ def refused(problem: AttentionProblem, target: Target) -> InvalidArgumentError:
     others = f"only {', '.join(offered)}" if offered else "none"
     return InvalidArgumentError(
         f"[flash_attention] expected a device with matrix units for precision={asked!r}, got {target.name} "
-        f"({target.backend}), which offers {others}; precision=None computes in float32, backend= chooses another device"
+        f"({target.backend}), which offers {others}; precision=None computes in float32, backend= chooses another "
+        "device"
     )

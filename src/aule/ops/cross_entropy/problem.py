@@ -55,8 +55,8 @@ def bind_cross_entropy(
     check_rows(op, "logits", logits)
     if target.dtype not in ("i32", "i64"):
         raise InvalidDtypeError(
-            f"[{op}] expected target of int32 or int64, the correct column of each row, got {target.dtype_name}; convert "
-            "it"
+            f"[{op}] expected target of int32 or int64, the correct column of each row, got {target.dtype_name}; "
+            "convert it"
         )
     check_devices(op, "logits", views)
     check_shape(op, "target", target, logits.shape[:-1], "give it one column for each row of logits")
@@ -80,8 +80,8 @@ def bind_cross_entropy(
             check_shape(op, name, saved, logits.shape[:-1], "pass what the forward pass returned")
             if saved.dtype != problem.work or (problem.rows > 1 and saved.strides != contiguous_strides(saved.shape)):
                 raise InvalidArgumentError(
-                    f"[{op}] expected {name} of {usual_name(problem.work)} without gaps, got {saved.dtype_name} with strides "
-                    f"{list(saved.strides)}; pass what the forward pass returned"
+                    f"[{op}] expected {name} of {usual_name(problem.work)} without gaps, got {saved.dtype_name} with "
+                    f"strides {list(saved.strides)}; pass what the forward pass returned"
                 )
     known = {
         "loss": Result(problem.loss_dtype, problem.loss_shape),

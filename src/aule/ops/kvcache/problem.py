@@ -109,7 +109,8 @@ def _rotary(op: str, cos: TensorView, sin: TensorView, head_dim: int) -> int:
         )
     if cos.dtype not in FLOATS or sin.dtype != cos.dtype:
         raise InvalidDtypeError(
-            f"[{op}] expected cos and sin of one float dtype, got {cos.dtype_name} and {sin.dtype_name}; convert them first"
+            f"[{op}] expected cos and sin of one float dtype, got {cos.dtype_name} and {sin.dtype_name}; convert "
+            "them first"
         )
     return rotary
 

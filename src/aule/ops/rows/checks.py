@@ -26,7 +26,8 @@ def check_floats(op: str, main: str, views: Mapping[str, TensorView], alike: Ite
             raise InvalidDtypeError(f"[{op}] expected {name} of {FLOATS}, got {view.dtype_name}; convert it first")
         if name in alike and view.dtype != first.dtype:
             raise InvalidDtypeError(
-                f"[{op}] expected {name} of {main}'s dtype {first.dtype_name}, got {view.dtype_name}; convert one of them"
+                f"[{op}] expected {name} of {main}'s dtype {first.dtype_name}, got {view.dtype_name}; convert "
+                "one of them"
             )
         if view.dtype == "f64" and first.dtype != "f64":
             raise InvalidDtypeError(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from aule.dtypes import either, usual_name
-from aule.errors import InvalidArgumentError
+from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.view import TensorView
 
 FLOAT_DTYPES = ("f32", "f16", "bf16", "f64")
@@ -25,6 +25,19 @@ LARGEST = 1e38
 _TEXT = (str, bytes, bytearray)
 _NO_VALUE = (TypeError, ValueError, RuntimeError)
 """Errors of Python, NumPy and PyTorch for something that cannot be converted; PyTorch's is a RuntimeError."""
+
+
+def wrong_kind(op: str, name: str, expected: str, like: str, got: object) -> InvalidDtypeError:
+    """Make the error for an argument that is not the kind of array that the first one is."""
+    remedy = "convert it first"
+    if name == "weight" and isinstance(got, (int, tuple, list)):
+        remedy = "rows are normalised along the last axis, so there is no normalized_shape"
+    elif got is None:
+        remedy = "pass it"
+    return InvalidDtypeError(
+        f"[{op}] expected {name} to be {expected} like {like}, got {'None' if got is None else type(got).__name__}; "
+        f"{remedy}"
+    )
 
 
 def checked_number(op: str, name: str, value: Any) -> float:
