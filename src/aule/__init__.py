@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from aule._version import __version__
+from aule.api.exported import register_when_needed as _register_when_needed
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
     from aule import integrations as integrations
+    from aule import ir as ir
     from aule import nn as nn
     from aule.api.attention import (
         aule_attention,
@@ -75,6 +77,7 @@ if _TYPE_CHECKING:
     from aule.integrations.patching import patch_model as patch_model
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
+_register_when_needed()
 
 __all__ = [
     "Aule",
@@ -152,9 +155,12 @@ _HOMES = (
 """Modules that define the names above."""
 
 
+_NOT_STARRED = ("PatchReport", "integrations", "ir", "nn", "patch_model")
+"""Names that `from aule import *` leaves out: most need PyTorch."""
+
+
 def __getattr__(name: str) -> _Any:
-    # Names that need PyTorch are not in __all__, so that `from aule import *` works without it.
-    if name in ("codegen", "integrations", "kernels", "nn"):
+    if name in ("codegen", "integrations", "ir", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
     if name in ("PatchReport", "patch_model"):
         return getattr(_importlib.import_module("aule.integrations.patching"), name)
@@ -168,4 +174,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    own = {name for name in globals() if not name.startswith("_") or name.startswith("__")}
+    return sorted({*own, *__all__, *_NOT_STARRED})
