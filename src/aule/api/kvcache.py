@@ -130,7 +130,9 @@ class KVCache:
         }
         for name, (number, most) in limits.items():
             if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not 1 <= number <= most:
-                raise InvalidArgumentError(f"[KVCache] expected {name} as an int from 1 to {most}, got {number!r}")
+                raise InvalidArgumentError(
+                    f"[KVCache] expected {name} as an int from 1 to {most}, got {number!r}; pass one of these"
+                )
         num_pages, heads_kv, head_dim, value_dim, page_size, layers = (int(number) for number, _ in limits.values())
         if num_pages * page_size >= 1 << 31:
             raise InvalidArgumentError(

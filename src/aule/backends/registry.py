@@ -205,22 +205,22 @@ def requested_backend(spec: str | None) -> str | None:
 
 def find(spec: str) -> Device | None:
     """Return the device named by ``"backend"`` or ``"backend:index"``; None for ``"numpy"``."""
-    given, spec = spec, requested_backend(spec) or ""
+    spec = requested_backend(spec) or ""
     name, colon, number = spec.partition(":")
     if spec == NUMPY:
         return None
     if name == NUMPY:
         raise BackendUnavailableError(
-            name, f"[{name}] expected {name!r} without an index, got {given!r}; drop the index, NumPy is not a device"
+            name, f"[{name}] expected {name!r} without an index, got {spec!r}; drop the index, NumPy is not a device"
         )
     if name not in NAMES:
-        raise _unknown(name, f"[backend] expected one of {', '.join(NAMES)}, got {given!r}; {_meant(name)}")
+        raise _unknown(name, f"[backend] expected one of {', '.join(NAMES)}, got {spec!r}; {_meant(name)}")
     found = devices(name)
     if not colon:
         return found[0]
     if not (number.isascii() and number.isdigit()) or int(number) >= len(found):
         have = ", ".join(f"{name}:{d.index} ({d.target.name})" for d in found)
-        raise BackendUnavailableError(name, f"[{name}] expected one of {have}, got {given!r}; choose one of these")
+        raise BackendUnavailableError(name, f"[{name}] expected one of {have}, got {spec!r}; choose one of these")
     return found[int(number)]
 
 

@@ -79,11 +79,11 @@ def check_shapes(op: str, q: TensorView, k: TensorView, v: TensorView, rank: int
     heads_q, heads_kv = q.shape[1], k.shape[1]
     if not _divides(heads_kv, heads_q):
         remedy = "repeat or drop heads of k and v"
-        if op in _HEADS_FIRST and _divides(k.shape[2], q.shape[2]):  # right with the other order of axes
-            remedy = (
-                "the layout is [batch, heads, seq, head_dim]: if yours is [batch, seq, heads, head_dim], pass "
-                "q.transpose(1, 2) in PyTorch or q.swapaxes(1, 2) in NumPy, and k and v alike"
-            )
+        others = (
+            "k and v" if _divides(k.shape[2], heads_q) else "q, k and v" if _divides(k.shape[2], q.shape[2]) else ""
+        )
+        if op in _HEADS_FIRST and heads_kv > k.shape[2] and others:  # right with the other order of axes
+            remedy = f"if {others} are [batch, seq, heads, head_dim], swap their axes 1 and 2: .swapaxes(1, 2)"
         raise InvalidShapeError(
             f"[{op}] expected heads_q to be a multiple of heads_kv, got heads_q {heads_q} and heads_kv {heads_kv} "
             f"(shapes {list(q.shape)} and {list(k.shape)}); {remedy}"

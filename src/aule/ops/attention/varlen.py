@@ -60,14 +60,14 @@ def varlen_problem(
     for name in ("mask", "bias"):
         if options.pop(name, None) is not None:
             raise InvalidArgumentError(
-                f"[{op}] expected no {name}, got one; sequences of different lengths have no common {name}: "
-                "pad them into one batch for it"
+                f"[{op}] expected no {name}, got one; packed sequences have no common {name}: pad them into a batch, "
+                "and use flash_attention"
             )
     for name, view in (("q", q), ("k", k), ("v", v)):
         if len(view.shape) != 3:
             raise InvalidShapeError(
                 f"[{op}] expected {name} of shape [rows of all sequences, heads, head_dim], got {list(view.shape)}; "
-                "put the sequences one behind the other"
+                "concatenate the sequences along the first axis"
             )
     batch = _check_offsets(op, cu_q, cu_k)
     slopes: TensorView | None = options.pop("alibi_slopes", None)
@@ -106,7 +106,7 @@ def _check_offsets(op: str, cu_q: TensorView, cu_k: TensorView) -> int:
     if cu_q.shape != cu_k.shape:
         raise InvalidShapeError(
             f"[{op}] expected as many sequences of keys as of queries, got {cu_q.shape[0] - 1} in cu_seqlens_q and "
-            f"{cu_k.shape[0] - 1} in cu_seqlens_k; give both alike"
+            f"{cu_k.shape[0] - 1} in cu_seqlens_k; give both the same number"
         )
     return cu_q.shape[0] - 1
 
@@ -123,8 +123,8 @@ def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given:
     lengths = np.diff(at.astype(np.int64))
     if at[0] != 0 or at[-1] != total or (lengths < 0).any():
         raise InvalidShapeError(
-            f"[{op}] expected cu_seqlens_{name} to rise from 0 to {total}, the rows there are, got {at.tolist()[:8]}"
-            f"{'...' if len(at) > 8 else ''}; give the cumulated lengths"
+            f"[{op}] expected cu_seqlens_{name} to rise from 0 to {total}, the number of rows, got {at.tolist()[:8]}"
+            f"{'...' if len(at) > 8 else ''}; pass cumulative lengths"
         )
     longest = int(lengths.max(initial=0))
     if given is not None and given < longest:

@@ -119,4 +119,4 @@ def _smoothing(op: str, value: Any) -> float:
 
 
 def _reduction(op: str, value: Any) -> Reduction:
-    return cast("Reduction", checked_choice(op, "reduction", value, ("mean", "sum", "none"), "as in PyTorch"))
+    return cast("Reduction", checked_choice(op, "reduction", value, ("mean", "sum", "none"), "choose one"))

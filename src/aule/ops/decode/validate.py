@@ -222,8 +222,8 @@ def check_numbers(
     if lengths.size and _largest(lengths) > problem.seq_kv:
         wrong = int(np.flatnonzero((lengths < 0) | (lengths > problem.seq_kv))[0])
         raise InvalidShapeError(
-            f"[{op}] expected context_lens in 0..{problem.seq_kv}, the keys there is room for, got {lengths[wrong]} "
-            f"for sequence {wrong}; give the cache more room, or the lengths that it has"
+            f"[{op}] expected context_lens from 0 to {problem.seq_kv}, the size of the cache, got {lengths[wrong]} "
+            f"for sequence {wrong}; enlarge the cache or correct the lengths"
         )
     if table is None or not table.size or _largest(table) < problem.pages:  # all are valid, unused ones included
         return
@@ -262,7 +262,7 @@ def _queries(op: str, q: TensorView, cu_q: TensorView | None) -> tuple[TensorVie
         if rank != 3:
             raise InvalidShapeError(
                 f"[{op}] expected q of shape [rows of all sequences, heads_q, head_dim] with cu_seqlens_q, got "
-                f"{list(q.shape)}; put the sequences one behind the other"
+                f"{list(q.shape)}; concatenate the sequences along the first axis"
             )
         return heads_first(q), "packed"
     if rank == 4:

@@ -29,7 +29,8 @@ _NO_VALUE = (TypeError, ValueError, RuntimeError)
 
 def wrong_kind(op: str, name: str, expected: str, like: str, got: object) -> InvalidDtypeError:
     """Make the error for an argument that is not the kind of array that the first one is."""
-    remedy = "convert it first"
+    converters = {"a NumPy array": "numpy.asarray", "a torch tensor": "torch.as_tensor"}
+    remedy = f"convert it with {converters[expected]}" if expected in converters else "convert it first"
     if name == "weight" and isinstance(got, (int, tuple, list)):
         remedy = "rows are normalised along the last axis, so there is no normalized_shape"
     elif got is None:
