@@ -66,7 +66,7 @@ def checked_broadcast(op: str, name: str, view: TensorView, shape: tuple[int, ..
     lead = len(shape) - len(view.shape)
     if lead < 0 or any(n not in (1, m) for n, m in zip(view.shape, shape[lead:], strict=True)):
         raise InvalidShapeError(
-            f"[{op}] expected {name} that can be spread to {list(shape)}, got {list(view.shape)}; {remedy}"
+            f"[{op}] expected {name} broadcastable to {list(shape)}, got {list(view.shape)}; {remedy}"
         )
     return broadcast(view, shape, (*(None for _ in range(lead)), *range(len(view.shape))))
 
