@@ -69,7 +69,7 @@ def test_import_probes_no_driver() -> None:
 
 def test_import_alone_loads_next_to_nothing() -> None:
     code = "import sys, aule; print(*(m for m in sys.modules if m.partition('.')[0] in ('aule', 'numpy')))"
-    assert set(run_python(code).split()) == {"aule", "aule._version"}
+    assert set(run_python(code).split()) == {"aule", "aule._version", "aule.api", "aule.api.exported"}
 
 
 def test_every_public_name_is_found() -> None:

@@ -298,6 +298,6 @@ def gradient_device(q: Tensor, spec: str | None, training: bool, foreign: bool) 
             device = registry.choose(None)
     if device is None and training:
         raise no_gradient(
-            "NumPy", 'NumPy alone computes none: pip install "aule-attention[cpu]", or choose a device with backend='
+            "NumPy", 'NumPy has no gradients: pip install "aule-attention[cpu]", or choose a device with backend='
         )
     return device
