@@ -15,8 +15,6 @@ from aule.engine.probe import find_layout
 from aule.engine.run import PreparedCall, prepare
 from aule.errors import AuleError
 from aule.ops.attention import numpy_forward
-from aule.ops.attention.plan.backward import plan_backward
-from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
@@ -55,6 +53,8 @@ def prepare_forward(
     check_memory(_OP, views, device)
     if problem.dtype in ("f16", "bf16") or problem.precision is not None:
         find_layout(device)
+    from aule.ops.attention.plan.forward import plan_forward  # imported late: a CPU's first call is to be quick
+
     plan = plan_forward(problem, views, device.target, aligned_base)
     return prepare(plan, device, memory=memory)
 
@@ -77,6 +77,8 @@ def prepare_backward(
     check_memory(_OP, views, device)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
+    from aule.ops.attention.plan.backward import plan_backward
+
     return prepare(plan_backward(problem, views, device.target, aligned_base), device, memory=memory)
 
 

@@ -18,7 +18,6 @@ from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
 from aule.ops.attention.validate import attention_problem
 from aule.ops.attention.varlen import OP, varlen_problem
-from aule.ops.catalogue import CATALOGUE
 from aule.ops.shared.checks import FLOAT_DTYPES, checked_dropout, checked_seed
 from aule.ops.softmax.dropout import fresh_seed, seed_words
 from aule.options import AttentionOptions, DecodeOptions
@@ -176,6 +175,8 @@ def flash_attention_varlen(
 @reports_shortage
 def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """A row operation on NumPy arrays, finished on return; arrays and options are in the order of its spec."""
+    from aule.ops.catalogue import CATALOGUE  # imported late: attention needs none of these kernels
+
     spec = CATALOGUE[name]
     first = spec.operands[0].name
     if spec.seed is not None:
