@@ -72,15 +72,18 @@ def test_info_says_how_torch_tensors_are_computed_on(
 ) -> None:
     from aule.api import info
 
-    monkeypatch.setattr(info, "_installed", lambda module: True)
-    routes = aule.get_backend_info()["torch"]
-    assert list(routes) == ["cpu", "cuda", "rocm", "xpu", "mps"]
-    default = aule.get_backend_info()["default_device"]
-    assert routes["cuda"].startswith("in place") and routes["mps"] == "in place, by torch.mps.compile_shader"
-    assert routes["rocm"] == routes["xpu"] and f"computed by {default}" in routes["rocm"]
+    build: dict[str, Any] = {"version": "2.9.0+mine", "cuda": "13.0", "hip": None, "xpu": "2025", "mps": None}
+    monkeypatch.setattr(info, "torch_build", lambda: build)
+    found = aule.get_backend_info()
+    routes, default = found["torch"], found["default_device"]
+    assert found["torch_version"] == "2.9.0+mine" and list(routes) == ["cpu", "cuda", "xpu"]
+    assert routes["cuda"].startswith("in place") and f"computed by {default}" in routes["xpu"]
     assert main(["info"]) == 0
-    assert f"  xpu   {routes['xpu']}\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"  xpu   {routes['xpu']}\n" in said and "PyTorch 2.9.0+mine" in said.splitlines()[0] and "rocm" not in said
 
+    build |= {"hip": "6.4", "mps": "yes"}
+    assert aule.get_backend_info()["torch"]["mps"] == "in place, by torch.mps.compile_shader"
     monkeypatch.setenv("AULE_BACKEND", "numpy")
     routes = aule.get_backend_info()["torch"]
     assert routes["cpu"] == "in place, by numpy, without gradients"
@@ -88,9 +91,21 @@ def test_info_says_how_torch_tensors_are_computed_on(
     monkeypatch.delenv("AULE_BACKEND")
     monkeypatch.setattr(info, "_default_device", lambda: ("vulkan:0", None))
     routes = aule.get_backend_info()["torch"]
-    assert routes["cpu"].startswith("brought to vulkan:0") and routes["rocm"].endswith("computed by vulkan:0")
-    monkeypatch.setattr(info, "_installed", lambda module: False)
-    assert aule.get_backend_info()["torch"] is None
+    cpu = "cpu" in aule.get_available_backends()
+    assert routes["cpu"] == ("in place, by cpu:0" if cpu else "copied to vulkan:0 and back")
+    assert routes["rocm"].endswith("computed by vulkan:0")
+    monkeypatch.setattr(info, "torch_build", lambda: None)
+    assert aule.get_backend_info()["torch"] is None and aule.get_backend_info()["torch_version"] is None
+
+
+def test_the_build_of_pytorch_is_read_without_importing_it() -> None:
+    torch = pytest.importorskip("torch")
+    from aule.api import info
+
+    build = info.torch_build()
+    assert build is not None
+    assert (build["version"], build["cuda"]) == (torch.__version__, torch.version.cuda)
+    assert build["hip"] == torch.version.hip
 
 
 def test_info_names_the_extras_that_are_missing(
