@@ -10,13 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devices import need
 
 import aule
 from aule import store
+from aule.cli import COMMANDS, main
 from aule.cli import check as check_command
-from aule.cli import main
-from aule.cli._cases import CASES
+from aule.cli import tune as tune_command
+from aule.cli._cases import CASES, QUICK
 from aule.cli._progress import Progress
+from aule.engine.tune import Measured, Outcome
+from aule.engine.tune_cases import Case as TunedCase
+from aule.ops.shared.plan import Plan
+from aule.tuning import own
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +155,13 @@ def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["headline"]["status"] == "ok"
     assert {r["case"] for r in answer["results"]} == {c.name for c in CASES}
     assert all(r["error"] <= r["tolerance"] and r["seconds"] > 0 for r in answer["results"])
+
+
+def test_check_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--backend", "numpy", "--quick", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert {r["case"] for r in results} == {c.name for c in QUICK} < {c.name for c in CASES}
+    assert len({c.dtype for c in QUICK}) > 1
 
 
 def test_check_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,11 +300,146 @@ def test_there_is_nothing_to_tune_without_a_gpu(backend: str, capsys: pytest.Cap
     assert "expected a GPU, got" in said and "name another device with --backend" in said
 
 
-@pytest.mark.parametrize("arguments", [["unknown"], ["show"], ["check", "--nothing"]])
-def test_bad_usage(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["unknown"], "aule: argument command: invalid choice: 'unknown'"),
+        (["check", "--nothing"], "aule: unrecognized arguments: --nothing"),
+        (["show", "rope", "--heads", "two"], "aule show: argument --heads: invalid int value: 'two'"),
+        (["bench", "--json"], "aule bench: argument --json: expected one argument"),
+        (["tune", "--dtype", "f8"], "aule tune: argument --dtype: invalid choice: 'f8'"),
+    ],
+)
+def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(message) and said.count("\n") == 1 and "--help" in said
+
+
+def test_help_has_one_line_for_each_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, _, summary in COMMANDS:
+        assert f"    {name:<8}  {summary}" in lines
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in COMMANDS])
+def test_help_of_each_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0 and f"usage: aule {name}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are those of POSIX")
+def test_ctrl_c_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check_command, "_check", interrupted)
+    assert main(["check", "--backend", "numpy"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> Any:
+        raise OSError(28, "No space left on device", "/full/disk")
+
+    monkeypatch.setattr(check_command, "_devices", full)
+    assert main(["check"]) == 2
+    said = "aule: expected to read or write /full/disk, got: No space left on device; choose another path\n"
+    assert capsys.readouterr().err == said
+
+
+def test_help_into_a_closed_pipe() -> None:
+    """Python writes a short text at its end only, where nobody would catch the error."""
+    script = "import sys; from aule.cli import main; sys.stdin.read(); sys.exit(main(['show', '--list']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stdin.close()
+    errors = process.stderr.read()
+    assert (process.wait(60), errors) == (0, b"")
+
+
+# -- tune -----------------------------------------------------------------------------------------------------------
+
+
+RECORD = {
+    "op": "attention.forward.simt",
+    "when": {"dtype": "f32", "head_dim": {"min": 32, "max": 64}},
+    "use": {"shape": {"block_q": 32, "block_kv": 32, "resident_q": False}},
+    "measured": {"device": "a GPU", "driver": "1", "date": "2026-11-18"},
+}
+
+
+def test_what_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("AULE_CACHE_DIR", str(tmp_path / "cache"))
+    assert main(["tune", "--list"]) == 0
+    assert "Nothing was measured yet" in capsys.readouterr().out
+    store.write("tuned/abc.jsonl", f"{json.dumps(RECORD)}\nnot a record\n".encode())
+    assert main(["tune", "--list"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "a GPU" in line and "dtype f32, head_dim 32..64" in line and "block_q 32, block_kv 32" in line
+    assert "resident_q" not in line
+    assert main(["tune", "--list", "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)["records"]
+    assert {name: record[name] for name in RECORD} == RECORD
+    assert main(["tune", "--reset"]) == 0
+    assert "1 records removed" in capsys.readouterr().out
+    assert store.read("tuned/abc.jsonl") is None
+
+
+@pytest.mark.device
+def test_records_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AULE_CACHE_DIR", str(tmp_path / "cache"))
+    target = need("vulkan").target
+    for name in (own.file_name(target), "tuned/abc.jsonl"):
+        store.write(name, json.dumps(RECORD).encode())
+    own.forget(target)
+    assert own.own_records(target, RECORD["op"])
+    assert main(["tune", "--reset", "--backend", "vulkan", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["removed"]) == 1
+    assert not own.own_records(target, RECORD["op"]) and store.read("tuned/abc.jsonl") is not None
+
+
+@pytest.mark.device
+def test_tune_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("AULE_CACHE_DIR", str(tmp_path / "cache"))
+    need("vulkan")
+    measured = [Measured(None, 0.0004), Measured({"shape": {"rows": 8}}, 0.0, "too large")]
+    case = TunedCase("a case", "op", {}, lambda target: Plan(()), {}, {}, 1.0)
+    monkeypatch.setattr(tune_command, "tune", lambda *args: iter([Outcome(case, measured, None)]))
+    arguments = ["tune", "--backend", "vulkan", "--dtype", "float32", "--head-dim", "64"]
+    assert main([*arguments, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["device"] == "vulkan:0" and answer["cases"][0]["measured"][0]["speed"] == 0.0004
+    assert answer["cases"][0]["measured"][1]["refused"] == "too large"
+    assert main(arguments) == 0
+    assert "400 MFLOPS  as it is  (the table)" in capsys.readouterr().out
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seconds", "nan"], "expected --seconds of 0 or more, got nan"),
+        (["--head-dim", "300"], "expected --head-dim of at least 1 (head dimensions to 256), got 300"),
+    ],
+)
+def test_mistakes_of_tune(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    need("vulkan")
+    assert main(["tune", "--backend", "vulkan", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 # -- cache -----------------------------------------------------------------------------------------------------------

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from aule.engine.row_ops import result_views
 from aule.errors import InvalidArgumentError
+from aule.ir import KernelIR
 from aule.kernels import AttentionKernel
 from aule.ops.attention.validate import attention_problem
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.decode.validate import decode_problem
-from aule.ops.shared.plan import Plan, Step
+from aule.ops.shared.plan import Plan
 from aule.ops.shared.spec import OpSpec
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides
@@ -67,7 +69,15 @@ def about(op: str) -> str:
     return _MORE.get(op, "")
 
 
-def launches(op: str, direction: str, sizes: Sizes, target: Target) -> tuple[Step, ...]:
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, traced when it is asked for, and its grid."""
+
+    build: Callable[[], KernelIR]
+    grid: tuple[int, int, int]
+
+
+def launches(op: str, direction: str, sizes: Sizes, target: Target) -> list[Launch]:
     """Plan a call of an op on a target."""
     if direction not in directions(op):
         raise InvalidArgumentError(f"[show] expected an op with a gradient, got {op}; leave --backward out")
@@ -76,15 +86,21 @@ def launches(op: str, direction: str, sizes: Sizes, target: Target) -> tuple[Ste
             f"[show] expected --tiles with {ATTENTION} forward, got {op} {direction}; leave --tiles out"
         )
     if op in CATALOGUE:
-        return _rows(CATALOGUE[op], direction, sizes, target).steps
+        return _of(_rows(CATALOGUE[op], direction, sizes, target), target)
     if op == DECODE:
-        return _decode(sizes, target).steps
+        return _of(_decode(sizes, target), target)
     # The kernel object checks the sizes of both directions.
     kernel = AttentionKernel(
         sizes.seq_len, sizes.head_dim, num_heads=sizes.heads, num_kv_heads=sizes.kv_heads, causal=sizes.causal,
         dtype=sizes.dtype, tiles=sizes.tiles,
     )  # fmt: skip
-    return (kernel.plan(target),) if direction == "forward" else _attention_backward(sizes, target).steps
+    if direction == "backward":
+        return _of(_attention_backward(sizes, target), target)
+    return [Launch(partial(kernel.build, target), kernel.plan(target).grid)]
+
+
+def _of(plan: Plan, target: Target) -> list[Launch]:
+    return [Launch(partial(step.build, step.config, target), step.grid) for step in plan.steps]
 
 
 def _attention_backward(sizes: Sizes, target: Target) -> Plan:

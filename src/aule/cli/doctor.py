@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from aule import settings
 from aule._version import __version__
 from aule.api.attention import flash_attention
 from aule.cli._diagnosis import MISSING, OK, PACKAGES, PROBLEM, Finding, diagnose
@@ -40,8 +41,10 @@ def run(args: argparse.Namespace) -> int:
 def _attention(facts: Facts) -> Finding:
     """Compute a little on the device that calls use, and compare it with NumPy."""
     if facts.default is None:
-        text = "no GPU and no CPU engine: NumPy computes, slowly and without gradients"
-        return Finding("result", "attention", PROBLEM, text, 'pip install "aule-attention[cpu]"')
+        forced = settings.backend()
+        text = f"AULE_BACKEND={forced} is used" if forced else "there is no GPU and no CPU engine"
+        remedy = "unset AULE_BACKEND" if forced else 'pip install "aule-attention[cpu]"'
+        return Finding("result", "attention", PROBLEM, f"{text}: NumPy is slow and has no gradients", remedy)
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 64, 64), np.float32)
     try:
         found = flash_attention(q, k, v, backend=facts.default)

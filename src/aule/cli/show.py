@@ -67,25 +67,25 @@ def run(args: argparse.Namespace) -> int:
     target = _target(args, language)
     language = language or registry.backend(target.backend).language
     direction = "backward" if args.backward else "forward"
-    steps = launches(op, direction, _sizes(args), target)
-    if not steps:
+    planned = launches(op, direction, _sizes(args), target)
+    if not planned:
         raise InvalidArgumentError("[show] expected arrays with elements, got empty ones; choose larger sizes")
-    chosen = range(1, len(steps) + 1)
-    if args.launch is not None or (language == "spirv" and len(steps) > 1):
+    chosen = range(1, len(planned) + 1)
+    if args.launch is not None or (language == "spirv" and len(planned) > 1):
         if args.launch not in chosen:
             raise InvalidArgumentError(
-                f"[show] expected --launch from 1 to {len(steps)}, because {op} {direction} has as many launches"
+                f"[show] expected --launch from 1 to {len(planned)}, because {op} {direction} has as many launches"
                 f"{' and SPIR-V is binary' if language == 'spirv' else ''}, got {args.launch or 'none'}; name one"
             )
         chosen = range(args.launch, args.launch + 1)
     texts: list[str] = []
     for number in chosen:
-        step = steps[number - 1]
-        kernel = step.build(step.config, target)
+        kernel = planned[number - 1].build()
         code = _code(kernel, language, target)
         if isinstance(code, bytes):
             return _write(code, args.output)
-        note = f"{op} {direction}, launch {number} of {len(steps)}: {kernel.name}, grid {step.grid}, {target.name}"
+        which = f"launch {number} of {len(planned)}: {kernel.name}, grid {planned[number - 1].grid}"
+        note = f"{op} {direction}, {which}, {target.name}"
         texts.append(f"{_COMMENTS.get(language, '//')} {note}\n{code.rstrip()}\n")
     return _write("\n".join(texts), args.output)
 
