@@ -91,7 +91,10 @@ def test_the_best_peer_counts() -> None:
     ("arguments", "message"),
     [
         (["--only", "forwards"], "expected --only with some of forward, backward, decode, rows, got forwards"),
-        (["--json", "no/such/folder/a.json"], "expected a file in a folder that exists"),
+        (
+            ["--json", "no/such/folder/a.json"],
+            "expected a file that can be written, got no/such/folder/a.json (No such",
+        ),
         (["--compare", "nothing.json", "nothing.json"], "expected a file written by `aule bench --json`"),
         (["--backend", "numpy"], "expected a device to measure, got NumPy alone"),
         (["--backend", "sun"], "expected one of"),
@@ -130,10 +133,11 @@ def test_pictures_are_refused_before_anything_is_measured(
     assert main(["bench", "--plot", str(tmp_path / "a.gif")]) == 2
     assert "expected --plot with .svg, .png, .pdf, got" in capsys.readouterr().err
     assert main(["bench", "--csv", str(tmp_path)]) == 2
-    assert "a folder; choose another path" in capsys.readouterr().err
+    assert "expected a file that can be written, got" in capsys.readouterr().err
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "--plot", str(tmp_path / "a.svg")]) == 2
     assert 'pip install "aule-attention[bench]"' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 ROW = {"name": "a", "group": "forward", "dtype": "float32", "seconds": 0.1, "rate": 2.0, "unit": "GB/s", "ratio": 1.5}

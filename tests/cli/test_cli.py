@@ -466,6 +466,19 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert [x.name for x in (tmp_path / "cache").rglob("*") if x.is_file() and x.stat().st_size] == ["mine.txt"]
 
 
+def test_a_cache_that_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("AULE_CACHE_DIR", str(file))
+    assert main(["cache"]) == 2
+    assert "expected a folder, got the file" in capsys.readouterr().err
+    monkeypatch.setenv("AULE_CACHE_SIZE", "large")
+    assert main(["cache"]) == 2
+    assert "expected AULE_CACHE_SIZE to be 1 or more" in capsys.readouterr().err
+
+
 def test_a_cache_that_others_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,7 +153,10 @@ def test_without_a_fast_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.delenv("AULE_BACKEND", raising=False)
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
-    assert "there is no GPU and no CPU engine: NumPy is slow" in said and '-> pip install "aule-attention[cpu]"' in said
+    assert (
+        "there is no GPU and no CPU engine: NumPy is slow, without gradients" in said
+        and '-> pip install "aule-attention[cpu]"' in said
+    )
 
 
 def test_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,6 +229,8 @@ def _fits(archs: list[str], capability: tuple[int, int]) -> bool:
 def _rest(facts: Facts) -> Iterator[Finding]:
     if facts.cache_error:
         remedy = "set AULE_CACHE_DIR to a folder of your own; without a cache every process compiles again"
+        if facts.cache_error.startswith("["):  # a wrong setting, whose message has its own
+            remedy = ""
         yield Finding("settings", "cache", PROBLEM, facts.cache_error, remedy)
     else:
         yield Finding("settings", "cache", OK, "the folder can be written")

@@ -7,7 +7,6 @@ import csv
 import importlib.util
 import io
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
@@ -194,13 +193,16 @@ def _check_path(path: str | None) -> None:
     if path is None or path == "-":
         return
     file = Path(path)
-    if not file.parent.is_dir():
+    there = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
         raise InvalidArgumentError(
-            f"[bench] expected a file in a folder that exists, got {path}; create {file.parent} first"
-        )
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        got = "a folder" if file.is_dir() else "one that this user may not write"
-        raise InvalidArgumentError(f"[bench] expected a file to write, got {path}, {got}; choose another path")
+            f"[bench] expected a file that can be written, got {path} ({error.strerror or error}); choose another path"
+        ) from None
+    if not there:
+        file.unlink()
 
 
 def _plotter(path: str) -> Callable[[dict[str, Any], str], None]:

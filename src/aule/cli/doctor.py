@@ -44,13 +44,14 @@ def _attention(facts: Facts) -> Finding:
         forced = settings.backend()
         text = f"AULE_BACKEND={forced} is used" if forced else "there is no GPU and no CPU engine"
         remedy = "unset AULE_BACKEND" if forced else 'pip install "aule-attention[cpu]"'
-        return Finding("result", "attention", PROBLEM, f"{text}: NumPy is slow and has no gradients", remedy)
+        text = "no device, for the reason above" if facts.default_error else f"{text}: NumPy is slow, without gradients"
+        return Finding("result", "attention", PROBLEM, text, remedy)
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 64, 64), np.float32)
     try:
         found = flash_attention(q, k, v, backend=facts.default)
         error = float(np.abs(found - flash_attention(q, k, v, backend="numpy")).max())
     except AuleError as problem:
-        return Finding("result", "attention", PROBLEM, problem.message, "update the device's driver, or use backend=")
+        return Finding("result", "attention", PROBLEM, problem.message)  # with its remedy
     if not error < 1e-4:
         text = f"{facts.default} is off by {error:.1e}"
         return Finding("result", "attention", PROBLEM, text, "run `aule check`, and report its output")
