@@ -178,6 +178,15 @@ def test_the_picture(tmp_path: Path, ratio: float | None) -> None:
     assert "<svg" in drawn and ("1.50x" in drawn if ratio else "1.50x" not in drawn)
 
 
+def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.os, "cpu_count", lambda: 4)
+    for load, busy in ((1.9, False), (2.1, True)):
+        monkeypatch.setattr(bench.os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+        assert bench._busy() is busy
+    monkeypatch.delattr(bench.os, "getloadavg")
+    assert bench._busy() is False
+
+
 @pytest.mark.parametrize(
     ("rate", "unit", "text"),
     [

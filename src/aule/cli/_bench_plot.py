@@ -146,7 +146,8 @@ def _titles(axes: Any, document: dict[str, Any], compared: bool) -> None:
     axes.annotate(
         f"{document['name']}: {under}", (0, 1), (0, 10), "axes fraction", "offset points", size=11, color=_PALE
     )
+    busy = ", while other programs kept the machine busy" if document.get("busy") else ""
     axes.annotate(
-        f"aule bench, {document['date']}", (1, 0), (0, -40), "axes fraction", "offset points", ha="right", size=8,
+        f"aule bench, {document['date']}{busy}", (1, 0), (0, -40), "axes fraction", "offset points", ha="right", size=8,
         color=_PALE,
     )  # fmt: skip

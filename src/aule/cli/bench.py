@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
@@ -82,6 +83,7 @@ def _measured(backend: str | None, quick: bool, groups: tuple[str, ...], quiet: 
         "driver": found.target.driver,
         "torch": torch_version,
         "python": platform.python_version(),
+        "busy": _busy(),
     }
     results: list[Result] = []
     work = [(label, measure) for label, measure in bench.cases() if label.split()[0] in groups]
@@ -93,6 +95,8 @@ def _measured(backend: str | None, quick: bool, groups: tuple[str, ...], quiet: 
     with Progress(len(work)) as progress:
         if not quiet:
             progress.line(_headline(document))
+            if document["busy"]:
+                progress.line("Other programs keep this machine busy: times are longer than they should be, and vary.")
         for label, measure in work:
             progress.step(label)
             results.append(measure())
@@ -100,6 +104,14 @@ def _measured(backend: str | None, quick: bool, groups: tuple[str, ...], quiet: 
     if not quiet:
         print("\n".join(["", *_rows(results)]))
     return document
+
+
+def _busy() -> bool:
+    """Whether other programs use more than half of the processors; unknown, and so False, on Windows."""
+    try:
+        return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+    except (AttributeError, OSError):
+        return False
 
 
 def _bench(device: str, quick: bool) -> tuple[Any, str | None]:
