@@ -26,6 +26,7 @@ from aule.errors import (
 )
 from aule.ir import KernelIR
 from aule.runtime._exit import in_flight
+from aule.runtime._gpu_files import may_have_gpu
 from aule.runtime.base import Device
 from aule.target import Target
 
@@ -65,6 +66,9 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("cpu", "llvm", "aule.render.llvm", "aule.runtime.cpu"),
 )
 """All backends in order of preference. NumPy, which needs no device, comes last."""
+
+_WITH_SOFTWARE = ("vulkan", "opencl", "webgpu")
+"""Backends whose drivers exist in software too. Listing their devices takes a tenth of a second and more."""
 
 NUMPY = "numpy"
 NAMES: tuple[str, ...] = (*(b.name for b in BACKENDS), NUMPY)
@@ -182,7 +186,8 @@ def choose(spec: str | None = None) -> Device | None:
     """Choose the device for arrays in host memory; None means NumPy.
 
     ``spec`` (else ``AULE_BACKEND``) forces a backend (``"vulkan"``) or a device (``"vulkan:1"``) and raises if it is
-    missing. Without it the first hardware device in order of preference is chosen, never a software renderer. An
+    missing. Without it the first hardware device in order of preference is chosen, never a software renderer; drivers
+    are asked in that order, until one has it, and not at all where the system shows no GPU (`may_have_gpu`). An
     invalid environment variable raises too, instead of silently excluding a device.
     """
     wanted = settings.backend() if spec is None else requested_backend(spec)
@@ -191,6 +196,8 @@ def choose(spec: str | None = None) -> Device | None:
     for candidate in BACKENDS:
         if candidate.name in _errors and os.getpid() == _pid:
             continue  # raising the error again would take longer than a small attention call
+        if candidate.name in _WITH_SOFTWARE and candidate.name not in _found and not may_have_gpu():
+            continue  # its driver would list software devices only, which are not chosen
         try:
             hardware = [d for d in devices(candidate.name) if not d.target.software]
         except (InvalidArgumentError, ClosedError):

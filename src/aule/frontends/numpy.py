@@ -20,7 +20,6 @@ from aule.ir import KernelIR
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.attention.varlen import OP, varlen_problem
-from aule.ops.catalogue import CATALOGUE
 from aule.ops.shared.checks import FLOAT_DTYPES, FLOATS, checked_dropout, checked_seed, wrong_kind
 from aule.ops.shared.spec import Call, OpSpec
 from aule.ops.softmax.dropout import fresh_seed, seed_words
@@ -198,6 +197,8 @@ def row_call(spec: OpSpec, arrays: tuple[Any, ...], options: tuple[Any, ...]) ->
 @reports_shortage
 def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """A row operation on NumPy arrays, finished on return; arrays and options are in the order of its spec."""
+    from aule.ops.catalogue import CATALOGUE  # imported late: attention needs none of these kernels
+
     spec = CATALOGUE[name]
     call = row_call(spec, arrays, options)
     found = on_host(spec, call, row_op_device(backend))
