@@ -3,7 +3,7 @@
     python tools/plot_results.py           # both; needs matplotlib (extra docs)
     python tools/plot_results.py --check   # is the table what the files give? needs nothing
 
-Of each kind of result the newest file counts. Plots have no date of their own, so that the same files give the same SVG.
+Of each kind of result the newest file counts. The SVG files have no time stamp: the same results give the same file.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def decode(plt: Any) -> None:
 
 def row_operations(plt: Any) -> None:
     rows = [row for row in newest(FUSED) if row["mib"] == "1024" and row["length"] == "4096"]
-    about = f"NVIDIA H200, {rows[0]['date']}, bfloat16, rows of 4096, 1 GiB; beside torch.compile and eager PyTorch 2.11"
+    about = f"NVIDIA H200, {rows[0]['date']}, bfloat16, rows of 4096, 1 GiB; beside PyTorch 2.11, compiled and eager"
     fig, axes = figure(plt, 2, (9, 3.8), about, sharey=True)
     for side, direction in zip(axes, ("forward", "backward"), strict=True):
         series = [
@@ -254,8 +254,9 @@ def row_operations(plt: Any) -> None:
             ("torch.compile", FLASH, of(rows, f"compile_{direction}")),
             ("PyTorch, eager", TORCH, of(rows, f"eager_{direction}")),
         ]
-        bars(side, [row["op"] for row in rows], series, "TB/s" if side is axes[0] else "", f"row operations, {direction}")
-        side.set_xticklabels([row["op"] for row in rows], rotation=30, ha="right", fontsize=7.5)
+        names = [row["op"] for row in rows]
+        bars(side, names, series, "TB/s" if side is axes[0] else "", f"row operations, {direction}")
+        side.set_xticklabels(names, rotation=30, ha="right", fontsize=7.5)
         for text in side.texts:
             text.set_visible(False)  # of so many bars that their numbers would overlap
         copy = statistics.median(of(rows, "copy"))

@@ -35,8 +35,8 @@ INTRODUCTION = """\
 How far each feature was checked on each backend, as of {date}.
 
 - **✓**: executed on a device of this kind, and compared with the float64 reference.
-- **compiled only**: the code is generated and a compiler accepts it, but no such device has run it. Metal's code runs on
-  the CPU through a shim, and its results are compared; Apple's compiler and GPUs have not seen it.
+- **compiled only**: the code is generated and a compiler accepts it, but no such device has run it. Metal's code runs
+  on the CPU through a shim, and its results are compared; Apple's compiler and GPUs have not seen it.
 - **–**: not supported; the call raises an error.
 
 The tests allow an error of 1e-5 of the largest output in float32. In float16 and bfloat16 they allow twice the error of
@@ -49,15 +49,15 @@ HOW = """\
 "The grid" is a list of test cases (`tests/grid.py`) that covers every pair of options.
 
 - **NVIDIA H200**: all 110 cases of the grid, forward and gradients, through CUDA, Vulkan, OpenCL and WebGPU, with
-  `tools/check_device.py`. CUDA and Vulkan also ran the gradients with `deterministic=True` and 96 random problems of 2048
-  to 8192 rows. Every kind of CUDA kernel ran under compute-sanitizer.
-- **Random calls**: `tools/fuzz.py` made 36,000 calls through CUDA and Vulkan. Every fault it found is fixed or described
-  in the [numerical contract](numerics.md).
-- **lavapipe, PoCL, wgpu**: the whole grid has passed on each. Each run of the tests takes a fifth of the forward cases per
-  device, and a fourteenth of the gradients; `AULE_FULL_GRID=1` runs all.
+  `tools/check_device.py`. CUDA and Vulkan also ran the gradients with `deterministic=True` and 96 random problems of
+  2048 to 8192 rows. Every kind of CUDA kernel ran under compute-sanitizer.
+- **Random calls**: `tools/fuzz.py` made 36,000 calls through CUDA and Vulkan. Every fault it found is fixed or
+  described in the [numerical contract](numerics.md).
+- **lavapipe, PoCL, wgpu**: the whole grid has passed on each. Each run of the tests takes a fifth of the forward
+  cases per device, and a fourteenth of the gradients; `AULE_FULL_GRID=1` runs all.
 - **AMD, Intel**: their kernels have their own tile sizes, which no such device has run.
-- **Apple**: the float16 and bfloat16 cases up to head dimension 128 passed through the shim, with simdgroup matrices. The
-  layout of a matrix over a simdgroup is taken from others' reports.
+- **Apple**: the float16 and bfloat16 cases up to head dimension 128 passed through the shim, with simdgroup matrices.
+  The layout of a matrix over a simdgroup is taken from others' reports.
 """
 
 
@@ -114,16 +114,16 @@ def families(models: dict[str, Any]) -> str:
     made = [result for result in models["results"]["transformers"].values() if "not made" not in result]
     versions = ", ".join(f"{name} {version}" for name, version in models["versions"].items())
     text = (
-        f"A tiny random model of each family of transformers, on the CPU in float32: outputs with and without padding,\n"
-        f"gradients, and `generate`. {len(made)} families were checked on {models['date']} with {versions}. Every one:\n"
-        "[model families](models.md).\n\n"
+        "A tiny random model of each family of transformers, on the CPU in float32: outputs with and without\n"
+        f"padding, gradients, and `generate`. {len(made)} families were checked on {models['date']} with\n"
+        f"{versions}. All of them: [model families](models.md).\n\n"
     )
     verdicts = ("served", "handed on", "refused", "wrong")
     rows = []
     for way, name in MODEL_WAYS.items():
         found = [result.get(way, {}).get("verdict") for result in made]
         rows.append([name, *(str(found.count(verdict)) for verdict in verdicts)])
-    head = ["used through", "aule computes attention", "PyTorch computes it", "refused with an error", "wrong results"]
+    head = ["used through", "served by aule", "does not reach aule", "refused with an error", "wrong"]
     return text + table(head, rows)
 
 
@@ -155,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     data, models = read()
     readme = README.read_text(encoding="utf-8")
+    if BEGIN not in readme or END not in readme:
+        sys.exit(f"{README.name} needs the lines {BEGIN} and {END}, with the table between them")
     wanted = {PAGE: page(data, models), README: readme_with(readme_table(data), readme)}
     differ = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in differ:

@@ -12,6 +12,7 @@ from repository import ROOT
 
 FOLDERS = ("src", "tests", "tools", "benchmarks", "examples", "scripts", "docs", ".github")
 PRESENT = ("README.md", "docs/design.md", "docs/kernel-language.md", "docs/numerics.md")
+SITE = tuple(f"docs/{name}.md" for name in ("install", "quick-start", "commands", "support"))
 """Pages on what is there now; the notebook, docs/lab, tells of what was there on its day."""
 NOTEBOOK = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "lab").glob("*.md"))
 FOREIGN = {"v_permlanex16", "OpAtomicIAdd"}
@@ -77,7 +78,7 @@ def test_files(page: str) -> None:
     assert not [token for token, end in ends.items() if not any(f"/{name}".endswith(end) for name in files())]
 
 
-@pytest.mark.parametrize("page", PRESENT)
+@pytest.mark.parametrize("page", [*PRESENT, *SITE])
 def test_names(page: str) -> None:
     unknown = {
         (token, word)
@@ -89,7 +90,7 @@ def test_names(page: str) -> None:
     assert len(quoted(page)) > 20 and not unknown
 
 
-@pytest.mark.parametrize("page", PRESENT)
+@pytest.mark.parametrize("page", [*PRESENT, *SITE])
 def test_members(page: str) -> None:
     pairs = {
         pair
@@ -112,7 +113,7 @@ def test_places() -> None:
     assert said and not wrong
 
 
-@pytest.mark.parametrize("page", [*PRESENT, "CHANGELOG.md", "SECURITY.md", *NOTEBOOK])
+@pytest.mark.parametrize("page", [*PRESENT, *SITE, "docs/performance.md", "CHANGELOG.md", "SECURITY.md", *NOTEBOOK])
 def test_lines(page: str) -> None:
     """Tables have rows as long as they are."""
     lines = text_of(page).splitlines()
