@@ -117,7 +117,7 @@ LINES = (
 
 
 def table() -> str:
-    text = "| what | by | beside | slowest case | median | fastest case | cases slower than the peer | measured |\n"
+    text = "| what | by | beside | slowest | median | fastest | slower cases | measured |\n"
     text += "|---|---|---|---|---|---|---|---|\n"
     for line in LINES:
         rows = [row for row in newest(line.file) if line.where(row)]
@@ -190,7 +190,7 @@ def shape(row: dict[str, str]) -> str:
 def attention(plt: Any, file: str, name: str, others: Callable[[Rows], Series], peers: str) -> None:
     rows = newest(file)
     about = f"NVIDIA H200, {rows[0]['date']}, bfloat16, 16384 tokens, 2048 features; beside {peers}"
-    fig, axes = figure(plt, 2, (9, 3.6), about, sharey=True)
+    fig, axes = figure(plt, 2, (8, 3.5), about, sharey=True)
     for side, causal in zip(axes, ("False", "True"), strict=True):
         some = [row for row in rows if row["causal"] == causal]
         series = [("aule, CUDA", AULE, of(some, "cuda_tflops")), *others(some)]
@@ -229,10 +229,10 @@ def decode(plt: Any) -> None:
     rows = {row["case"]: row for row in newest(DECODE)}
     some = [rows[case] for case in CASES]
     about = (
-        f"NVIDIA H200, {some[0]['date']}, bfloat16, 32 query heads, 8 key heads, head dimension 128; beside cuDNN "
-        "(PyTorch 2.11), always bfloat16 and contiguous"
+        f"NVIDIA H200, {some[0]['date']}, bfloat16, 32 query and 8 key heads of 128; beside cuDNN of PyTorch 2.11, "
+        "always contiguous"
     )
-    fig, (axes,) = figure(plt, 1, (9, 3.4), about)
+    fig, (axes,) = figure(plt, 1, (8, 3.3), about)
     series = [
         ("aule, CUDA", AULE, of(some, "sdpa_over_aule")),
         ("aule, Vulkan", VULKAN, [float(row["sdpa_us"]) / float(row["vulkan_us"]) for row in some]),
@@ -246,7 +246,7 @@ def decode(plt: Any) -> None:
 def row_operations(plt: Any) -> None:
     rows = [row for row in newest(FUSED) if row["mib"] == "1024" and row["length"] == "4096"]
     about = f"NVIDIA H200, {rows[0]['date']}, bfloat16, rows of 4096, 1 GiB; beside PyTorch 2.11, compiled and eager"
-    fig, axes = figure(plt, 2, (9, 3.8), about, sharey=True)
+    fig, axes = figure(plt, 2, (8, 3.8), about, sharey=True)
     for side, direction in zip(axes, ("forward", "backward"), strict=True):
         series = [
             ("aule, CUDA", AULE, of(rows, f"aule_{direction}")),
@@ -283,7 +283,7 @@ def cpu(plt: Any) -> None:
         "AMD EPYC (Zen 4), two cores with AVX-512, {date}; float32 and head dimension 64 unless said otherwise; beside "
         "PyTorch 2.13"
     )
-    fig, axes = figure(plt, 2, (9, 3.6), "", gridspec_kw={"width_ratios": [1.5, 1]})
+    fig, axes = figure(plt, 2, (8, 3.5), "", gridspec_kw={"width_ratios": [1.5, 1]})
     cases = ("d64 S512 causal", "d64 S2048 full", "d64 S2048 causal", "d128 S2048 full", "bf16 d64 S2048 full")
     labels = ["512\ncausal", "2k", "2k\ncausal", "2k\nd128", "2k\nbfloat16"]
     wanted = [(case, direction) for case in cases for direction in ("forward", "backward")]

@@ -18,8 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "support.md", ROOT / "README.md"
 BEGIN, END = "<!-- support -->", "<!-- /support -->"
-SHOWN = {"run": "✓", "part": "partly", "compiled": "compiled only", "no": "–"}
-SHORT = {"run": "✓", "part": "partly", "compiled": "○", "no": "–"}
+SHOWN = {"run": "✓", "part": "partly", "compiled": "○", "no": "–"}
 MODEL_WAYS = {
     "aule": '`attn_implementation="aule"`',
     "cache": "`AuleCache`",
@@ -28,6 +27,10 @@ MODEL_WAYS = {
 """Keys of docs/models.json, and what they stand for."""
 
 INTRODUCTION = """\
+---
+hide: [toc]
+---
+
 <!-- Written by tools/write_support.py from docs/support.json and docs/models.json. -->
 
 # Features and devices
@@ -35,8 +38,8 @@ INTRODUCTION = """\
 How far each feature was checked on each backend, as of {date}.
 
 - **✓**: executed on a device of this kind, and compared with the float64 reference.
-- **compiled only**: the code is generated and a compiler accepts it, but no such device has run it. Metal's code runs
-  on the CPU through a shim, and its results are compared; Apple's compiler and GPUs have not seen it.
+- **○**: compiled only: the code is generated and a compiler accepts it, but no such device has run it. Metal's code
+  runs on the CPU through a shim, and its results are compared; Apple's compiler and GPUs have not seen it.
 - **–**: not supported; the call raises an error.
 
 The tests allow an error of 1e-5 of the largest output in float32. In float16 and bfloat16 they allow twice the error of
@@ -90,13 +93,9 @@ def features(data: dict[str, Any]) -> str:
     names = [backend["name"] for backend in data["backends"]]
     rows = []
     for feature in data["features"]:
-        notes = feature.get("notes", {})
-        cells = [
-            SHOWN[mark] + (f" ({notes[name]})" if name in notes else "")
-            for name, mark in zip(names, feature["marks"], strict=True)
-        ]
-        rows.append([feature["feature"], *cells])
-    return table(["feature", *names], rows)
+        notes = "; ".join(f"{name}: {note}" for name, note in feature.get("notes", {}).items())
+        rows.append([feature["feature"], *(SHOWN[mark] for mark in feature["marks"]), notes])
+    return table(["feature", *names, "notes"], rows)
 
 
 def backends(data: dict[str, Any]) -> str:
@@ -137,7 +136,7 @@ def readme_table(data: dict[str, Any]) -> str:
     for group, text in data["groups"].items():
         marks = [feature["marks"] for feature in data["features"] if feature["group"] == group]
         together = [set(column) for column in zip(*marks, strict=True)]
-        rows.append([text, *(SHORT[column.pop() if len(column) == 1 else "part"] for column in together)])
+        rows.append([text, *(SHOWN[column.pop() if len(column) == 1 else "part"] for column in together)])
     rows.append(["*run on*", *(f"*{backend['short']}*" for backend in data["backends"])])
     legend = "✓ executed and compared with float64; ○ compiled only, never run on such a device; – not supported\n"
     return table(["", *names], rows) + "\n" + legend

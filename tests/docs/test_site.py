@@ -91,6 +91,13 @@ def test_every_public_name_has_its_place() -> None:
     assert "`aule.__version__`" in text
 
 
+def test_lines_are_short() -> None:
+    """Beside tables and code, as on every other page."""
+    pages = [*DOCS.glob("*.md"), *(DOCS / "api").glob("*.md")]
+    lines = [(path.name, line) for path in pages for line in text_of(path).splitlines() if not line.startswith("|")]
+    assert not [(name, line) for name, line in lines if len(line) > 120 and not name.startswith(("models", "compiled"))]
+
+
 # -- links -------------------------------------------------------------------------------------------------------------
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
