@@ -40,7 +40,7 @@ How far each feature was checked on each backend, as of {date}.
 - **✓**: executed on a device of this kind, and compared with the float64 reference.
 - **○**: compiled only: the code is generated and a compiler accepts it, but no such device has run it. Metal's code
   runs on the CPU through a shim, and its results are compared; Apple's compiler and GPUs have not seen it.
-- **–**: not supported; the call raises an error.
+- **–**: not supported. The call raises an error, or works without it: on other arithmetic units, or with a copy.
 
 The tests allow an error of 1e-5 of the largest output in float32. In float16 and bfloat16 they allow twice the error of
 the same attention computed naively in that precision. More: [numerical contract](numerics.md).
