@@ -18,6 +18,8 @@ GUIDES = ("docs/migrating.md", "docs/troubleshooting.md")
 NOTEBOOK = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "lab").glob("*.md"))
 FOREIGN = {"v_permlanex16", "OpAtomicIAdd"}
 """Instructions of drivers' languages that no renderer of ours writes."""
+SITE = tuple(f"docs/{name}.md" for name in ("install", "quick-start", "commands", "support"))
+"""Pages of the site on what users type."""
 PIECES = {"build_", "_ptr"}
 """Of names that are made of them."""
 INHERITED = {("AuleCache", "update")}
@@ -79,7 +81,7 @@ def test_files(page: str) -> None:
     assert not [token for token, end in ends.items() if not any(f"/{name}".endswith(end) for name in files())]
 
 
-@pytest.mark.parametrize("page", PRESENT)
+@pytest.mark.parametrize("page", [*PRESENT, *SITE])
 def test_names(page: str) -> None:
     unknown = {
         (token, word)
@@ -91,7 +93,7 @@ def test_names(page: str) -> None:
     assert len(quoted(page)) > 20 and not unknown
 
 
-@pytest.mark.parametrize("page", PRESENT)
+@pytest.mark.parametrize("page", [*PRESENT, *SITE])
 def test_members(page: str) -> None:
     pairs = {
         pair

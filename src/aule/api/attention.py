@@ -279,10 +279,11 @@ def flash_attention_varlen(
         Not supported for packed batches.
     alibi_slopes : float32 array, optional
         ``[heads_q]`` or ``[batch, heads_q]``.
-    causal, scale, window, softcap, sinks, rope, rope_interleaved, dropout_p, seed, causal_align, return_lse, \
-    deterministic, out, backend
+    causal, scale, window, softcap, sinks, rope, rope_interleaved, dropout_p, seed, causal_align
         As in `flash_attention`. Positions count within each sequence; for dropout and rope sequence ``i`` is batch
         ``i``.
+    return_lse, deterministic, out, backend
+        As in `flash_attention`.
 
     Returns
     -------

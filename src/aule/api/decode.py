@@ -271,8 +271,10 @@ def cascade_attention(
     shared_pages : int
         How many columns of ``block_tables`` are the same in all rows. All of the common pages lie before the first
         query of every sequence. Both are checked where tables, lengths and offsets are in host memory.
+    sinks, cu_seqlens_q, max_seqlen_q, causal, return_lse
+        As for `flash_attention_paged`.
     **options
-        As for `flash_attention_paged`; there is no ``window``, no ``alibi_slopes`` and no ``out``.
+        Other options of `flash_attention_paged`, except ``window``, ``alibi_slopes`` and ``out``.
 
     Returns
     -------

@@ -155,7 +155,13 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed(backend: str | None = None, verbose: bool = False) -> Iterator[None]:
-    """`install` for a ``with`` block, and restore the state before it."""
+    """`install` for a ``with`` block, and restore the state before it.
+
+    Parameters
+    ----------
+    backend, verbose
+        As for `install`.
+    """
     before = _now
     install(backend, verbose)
     try:
@@ -176,6 +182,11 @@ def register_flash_attention_impl(name: str = "aule") -> None:
     Calls are counted in `dispatch_stats`. CUDA tensors are not affected.
 
     Needs a PyTorch with that registry (2.13 has it) and the CPU engine (extra ``cpu``).
+
+    Parameters
+    ----------
+    name : str
+        The name to activate it by.
     """
     _front_end("register_flash_attention_impl")
     from aule.frontends.torch.sdpa import flash

@@ -156,6 +156,12 @@ def required_shared_memory(config: NeedsSharedMemory) -> int:
     Parameters
     ----------
     config : TileConfig or AttentionKernel
+        One of `tuned_configs`, or a kernel.
+
+    Returns
+    -------
+    int
+        The number of bytes.
     """
     need = getattr(config, "shared_memory_bytes", None)
     if not isinstance(need, int):
