@@ -16,12 +16,22 @@ apt_missing() {
     done
 }
 
-# apt_install PACKAGE...: quietly.
-apt_install() {
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@" >/dev/null
+# apt_get ARGUMENTS...: quietly, and waiting for apt's locks, which a new machine's own update holds for minutes.
+apt_get() {
+    local said try
+    for try in $(seq 60); do
+        said=$(as_root env DEBIAN_FRONTEND=noninteractive LC_ALL=C apt-get -qq -o DPkg::Lock::Timeout=300 "$@" \
+            2>&1 >/dev/null) && return
+        # The option is for dpkg's lock only; for that of the package lists `update` has to be tried again.
+        case $said in *"get lock"* | *"lock directory"*) sleep 5 ;; *) break ;; esac
+    done
+    echo "$said" >&2
+    return 1
 }
 
-apt_update() { as_root env DEBIAN_FRONTEND=noninteractive apt-get update -qq; }
+apt_install() { apt_get install -y --no-install-recommends "$@"; }
+
+apt_update() { apt_get update; }
 
 find_python() {
     local candidate

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from aule._version import __version__
+from aule.api.exported import register_when_needed as _register_when_needed
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
     from aule import integrations as integrations
+    from aule import ir as ir
     from aule import nn as nn
     from aule.api.attention import (
-        attention,
         aule_attention,
         flash_attention,
         flash_attention_rope,
         flash_attention_varlen,
-        precompute_rope_frequencies,
     )
     from aule.api.context import Aule, Tensor
     from aule.api.decode import cascade_attention, decode_attention, flash_attention_paged, merge_states
@@ -42,6 +42,8 @@ if _TYPE_CHECKING:
     from aule.api.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
     from aule.api.kvcache import KVCache
     from aule.api.launch import Kernel, kernel, launch
+    from aule.api.precision import attention
+    from aule.api.rope import precompute_rope_frequencies
     from aule.api.row_ops import (
         cross_entropy,
         geglu,
@@ -79,12 +81,14 @@ if _TYPE_CHECKING:
         NoComputeQueueError,
         OutOfMemoryError,
         ShaderCompileError,
+        UnknownOptionError,
     )
     from aule.frontends.block_mask import BlockMask
     from aule.integrations.patching import PatchReport as PatchReport
     from aule.integrations.patching import patch_model as patch_model
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
+_register_when_needed()
 
 __all__ = [
     "Aule",
@@ -108,6 +112,7 @@ __all__ = [
     "OutOfMemoryError",
     "ShaderCompileError",
     "Tensor",
+    "UnknownOptionError",
     "__version__",
     "and_masks",
     "attention",
@@ -159,6 +164,8 @@ _HOMES = (
     "api.attention",
     "api.decode",
     "api.flex",
+    "api.precision",
+    "api.rope",
     "api.row_ops",
     "api.context",
     "api.explain",
@@ -170,9 +177,12 @@ _HOMES = (
 """Modules that define the names above."""
 
 
+_NOT_STARRED = ("PatchReport", "integrations", "ir", "nn", "patch_model")
+"""Names that `from aule import *` leaves out: most need PyTorch."""
+
+
 def __getattr__(name: str) -> _Any:
-    # Names that need PyTorch are not in __all__, so that `from aule import *` works without it.
-    if name in ("codegen", "integrations", "kernels", "nn"):
+    if name in ("codegen", "integrations", "ir", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
     if name in ("PatchReport", "patch_model"):
         return getattr(_importlib.import_module("aule.integrations.patching"), name)
@@ -186,4 +196,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    own = {name for name in globals() if not name.startswith("_") or name.startswith("__")}
+    return sorted({*own, *__all__, *_NOT_STARRED})

@@ -54,7 +54,18 @@ TARGETS: dict[str, Target] = {
 
 
 def target_for(language: str) -> Target:
-    """Return the default Target of a kernel language (``ptx``, ``spirv``, ``opencl``, ``wgsl``, ``msl``, ``llvm``)."""
+    """Return the default target of a kernel language.
+
+    Parameters
+    ----------
+    language : {"ptx", "spirv", "opencl", "wgsl", "msl", "llvm"}
+        Or the name of a backend.
+
+    Returns
+    -------
+    Target
+        What nearly every device of the kind can do.
+    """
     return TARGETS[registry.by_language(language).language]
 
 

@@ -91,6 +91,13 @@ class InvalidArgumentError(AuleError, ValueError):
         super().__init__("AULE_ERROR_INVALID_ARGUMENT", message)
 
 
+class UnknownOptionError(AuleError, TypeError):
+    """A function was called with an option that it does not have."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_UNKNOWN_OPTION", message)
+
+
 class InvalidDtypeError(AuleError, TypeError):
     """An element type is not supported, or types are mixed."""
 

@@ -39,7 +39,7 @@ def _count(name: str, chosen: str) -> int:
 
 def backend() -> str | None:
     """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``)."""
-    return None if _missing(_BACKEND) else os.environ.get("AULE_BACKEND") or None
+    return None if _missing(_BACKEND) else os.environ.get("AULE_BACKEND", "").strip().lower() or None
 
 
 def check_indices() -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from aule.dtypes import usual_name
+
 ITEMSIZE = {
     "bool": 1, "u8": 1, "i8": 1, "e4m3": 1, "f16": 2, "bf16": 2, "i32": 4, "u32": 4, "f32": 4, "i64": 8, "f64": 8,
 }  # fmt: skip
@@ -41,6 +43,11 @@ class TensorView:
     storage: Any
     offset: int = 0
     alignment: int = 16
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as messages name it: ``float32``."""
+        return usual_name(self.dtype)
 
     @property
     def itemsize(self) -> int:

@@ -114,33 +114,38 @@ BAD = [
     Bad(
         "integers",
         DTYPE,
-        r"expected q of dtype f32, f16, bf16 or f64, got i32",
+        "expected q of float32, float16, bfloat16 or float64, got int32",
         lambda: arrays(dtype=np.int32),
         also=TypeError,
     ),
     Bad("complex", DTYPE, "got .*complex64; convert", lambda: arrays(dtype=np.complex64)),
-    Bad("mixed dtypes", DTYPE, "one dtype, got q f32, k f16, v f32", changed("k", lambda x: x.astype(np.float16))),
+    Bad(
+        "mixed dtypes",
+        DTYPE,
+        "one dtype, got q float32, k float16, v float32",
+        changed("k", lambda x: x.astype(np.float16)),
+    ),
     Bad(
         "mask does not broadcast",
         SHAPE,
-        r"mask that broadcasts to \[batch, heads_q, seq_q, seq_kv\] = \[2, 4, 9, 9\], got \[3, 9, 9\]",
+        r"mask broadcastable to \[batch, heads_q, seq_q, seq_kv\] = \[2, 4, 9, 9\], got \[3, 9, 9\]",
         options={"mask": np.ones((3, 9, 9), np.bool_)},
     ),
-    Bad("mask of rank 1", SHAPE, "mask with 2 to 4 axes", options={"mask": np.ones(9, np.bool_)}),
+    Bad("mask of rank 1", SHAPE, r"pass mask\[None, None, None, :\]", options={"mask": np.ones(9, np.bool_)}),
     Bad(
         "mask of integers",
         DTYPE,
-        r"mask of dtype bool or a float.*astype\(bool\)",
+        "mask of bool or floats, got int32; pass mask != 0,",
         options={"mask": np.ones((9, 9), np.int32)},
     ),
-    Bad("bias of the wrong shape", SHAPE, "bias that broadcasts", options={"bias": np.ones((9, 7), np.float32)}),
+    Bad("bias of the wrong shape", SHAPE, "bias broadcastable", options={"bias": np.ones((9, 7), np.float32)}),
     Bad(
         "alibi_slopes of the wrong shape",
         SHAPE,
         "alibi_slopes of shape",
         options={"alibi_slopes": np.ones(3, np.float32)},
     ),
-    Bad("sinks of float64", DTYPE, "sinks of dtype f32, got f64", options={"sinks": np.ones(4)}),
+    Bad("sinks of float64", DTYPE, "sinks of float32, got float64", options={"sinks": np.ones(4)}),
     Bad("window of 0", ARGUMENT, "int window >= 1, got 0", options={"window": 0}, also=ValueError),
     Bad("negative window", ARGUMENT, "int window >= 1, got -4", options={"window": -4}),
     Bad("negative side of window", ARGUMENT, "left side of window >= 0, got -2", options={"window": (-2, 0)}),
@@ -152,7 +157,7 @@ BAD = [
     Bad("scale of several", ARGUMENT, "scale to be a number or None, got", options={"scale": np.ones(3)}),
     Bad("scale beyond float32", ARGUMENT, r"scale of at most 1e\+38, .*got 1e\+39; ", options={"scale": 1e39}),
     Bad("softcap of text", ARGUMENT, "softcap to be a number or None, got str", options={"softcap": "1"}),
-    Bad("softcap below float32", ARGUMENT, "softcap of 2.5e-39 to 1e.38, .*got 1e-45", options={"softcap": 1e-45}),
+    Bad("softcap below float32", ARGUMENT, "softcap from 2.5e-39 to 1e.38, .*got 1e-45", options={"softcap": 1e-45}),
     Bad("dropout_p of text", ARGUMENT, "dropout_p to be a number or None, got str", options={"dropout_p": "0.1"}),
     Bad("causal of text", ARGUMENT, "causal to be True or False, got str", options={"causal": "no"}),
     Bad("a mask as causal", ARGUMENT, "causal to be True or False, .*mask=", options={"causal": np.ones((9, 9))}),
@@ -252,7 +257,7 @@ def test_tensors_that_need_a_gradient_that_is_not_there(position: str) -> None:
     given = {name: torch.from_numpy(x) for name, x in arrays().items()}
     given |= {"alibi_slopes": torch.zeros(4), "out": torch.empty(2, 4, 9, 16)}
     given[position].requires_grad_()
-    with pytest.raises(AuleError, match=r"detach alibi_slopes|leave out= away|detach out") as caught:
+    with pytest.raises(AuleError, match=r"detach alibi_slopes|leave out= out|detach out") as caught:
         aule.flash_attention(**given)
     assert caught.value.code == "AULE_ERROR_NO_GRADIENT"
     with torch.no_grad():
@@ -439,7 +444,7 @@ def test_bad_rope_frequencies(arguments: tuple[Any, ...], message: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["x", -1, np.int32, np.complex64, np.ones(3)])
 def test_rope_frequencies_of_no_float_type(dtype: Any) -> None:
-    with pytest.raises(InvalidDtypeError, match="expected dtype as a float type of NumPy"):
+    with pytest.raises(InvalidDtypeError, match="expected dtype float32, float16, bfloat16 or float64, got"):
         aule.precompute_rope_frequencies(4, 8, dtype=dtype)
 
 
@@ -447,8 +452,8 @@ def test_rope_frequencies_of_no_float_type(dtype: Any) -> None:
 def test_rope_frequencies_where_pytorch_has_nothing() -> None:
     with pytest.raises(BackendUnavailableError, match="a device that PyTorch has, got 'x'"):
         aule.precompute_rope_frequencies(4, 8, device="x")
-    with pytest.raises(InvalidDtypeError, match="expected dtype as a float type of torch, got 'float16'"):
-        aule.precompute_rope_frequencies(4, 8, device="cpu", dtype="float16")
+    with pytest.raises(InvalidDtypeError, match="expected dtype float32, float16, bfloat16 or float64, got 'int8'"):
+        aule.precompute_rope_frequencies(4, 8, device="cpu", dtype="int8")
 
 
 def test_rope_frequencies_that_memory_has_no_room_for() -> None:
@@ -580,11 +585,11 @@ def test_tensors_of_the_wrong_kind(gpu: aule.Aule) -> None:
         gpu.attention_forward_with_lse(q, k, v, out, gpu.tensor((2, 4)))
     with pytest.raises(InvalidArgumentError, match="finite scale"):
         gpu.attention_gpu(q, k, v, out, scale=math.nan)
-    with pytest.raises(InvalidArgumentError, match=r"expected options of causal, scale, .*, got return_lse"):
+    with pytest.raises(aule.UnknownOptionError, match="one of its options, got `return_lse`; it has causal, scale, "):
         gpu.attention_gpu(q, k, v, out, return_lse=True)
     with pytest.raises(InvalidDtypeError, match="one dtype"):
         gpu.attention_gpu(q, gpu.tensor((2, 5, 8), "float16"), v, out)
-    with pytest.raises(InvalidDtypeError, match="expected a dtype of float32"):
+    with pytest.raises(InvalidDtypeError, match="expected dtype float32, float16, bfloat16 or bool, got 'int32'"):
         gpu.tensor((3,), "int32")
     with pytest.raises(InvalidShapeError, match="negative"):
         gpu.tensor((3, -1))

@@ -64,7 +64,7 @@ def test_float64_and_lists_of_lengths() -> None:
             "context_lens in 0..8, .* got 9 for sequence 0",
         ),
         ({"context_lens": np.array([-1, 1], np.int32)}, InvalidShapeError, "got -1 for sequence 0"),
-        ({"context_lens": np.array([1], np.int32)}, InvalidShapeError, r"int32 \[batch = 2\], got i32 \[1\]"),
+        ({"context_lens": np.array([1], np.int32)}, InvalidShapeError, r"int32 \[batch = 2\], got int32 \[1\]"),
         ({"context_lens": np.array([1.0, 2.0])}, InvalidDtypeError, "context_lens as int32"),
         ({"block_tables": np.zeros(2, np.int32)}, InvalidShapeError, r"block_tables as int32 \[batch = 2, max_pages\]"),
         (

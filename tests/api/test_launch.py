@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from devices import need
+from repository import ROOT
 
 import aule
 from aule.errors import InvalidArgumentError, InvalidDtypeError, KernelError
 from aule.ir import Builder
 from aule.ir.types import f32, i32
-
-TILE = 16
 
 
 @aule.kernel(workgroup=128, x="read", out="write", n="int32")
@@ -30,19 +31,6 @@ def total(b: Builder, x: Any, out: Any, n: Any) -> None:
         b.barrier()
     with b.if_(thread == 0):
         b.store(out, b.group_id(), b.load(part, 0))
-
-
-@aule.kernel(workgroup=TILE * TILE, x="read", out="write", rows="int32", columns="int32")
-def transpose(b: Builder, x: Any, out: Any, rows: Any, columns: Any) -> None:
-    """The transposed matrix, through shared memory."""
-    tile = b.shared("tile", f32, TILE * (TILE + 1))
-    row, column = b.thread_id() // TILE, b.thread_id() % TILE
-    top, left = b.group_id(1) * TILE, b.group_id(0) * TILE
-    with b.if_((top + row < rows) & (left + column < columns)):
-        b.store(tile, row * (TILE + 1) + column, b.load(x, (top + row) * columns + left + column))
-    b.barrier()
-    with b.if_((left + row < columns) & (top + column < rows)):
-        b.store(out, (left + row) * rows + top + column, b.load(tile, column * (TILE + 1) + row))
 
 
 @aule.kernel(workgroup=64, x="readwrite", bias="read", n="int32", columns="int32")
@@ -72,24 +60,39 @@ def in_frame(framework: str, array: Any) -> Any:
     return pytest.importorskip("torch").from_numpy(array.copy())
 
 
+@functools.cache
+def tutorial() -> dict[str, Any]:
+    """The kernels of the tutorial: the blocks of its page up to the last of the three."""
+    page = ROOT / "docs" / "tutorials" / "own-kernel.md"
+    if not page.exists():
+        pytest.skip("the documentation is not part of this installation")
+    found: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        exec(compile(block, str(page), "exec"), found)
+        if "bias_gelu" in found:
+            return found
+    raise AssertionError("the tutorial has no bias_gelu")
+
+
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_kernels_of_the_tutorial(backend: str, framework: str) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.integers(-9, 9, 1000).astype(np.float32)
-    sums = in_frame(framework, np.zeros(3, np.float32))
-    aule.launch(total, 3, in_frame(framework, x), sums, 1000, backend=backend)
-    assert float(sums.sum()) == x.sum()
+    page, rng = tutorial(), np.random.default_rng(0)
+    matrix = rng.integers(-9, 9, (50, 170)).astype(np.float32)
+    sums = in_frame(framework, np.zeros(50, np.float32))
+    aule.launch(page["row_sum"], 50, in_frame(framework, matrix), sums, 170, backend=backend)
+    np.testing.assert_array_equal(np.asarray(sums), matrix.sum(1))
 
     matrix = rng.standard_normal((50, 70), dtype=np.float32)
     turned = in_frame(framework, np.zeros((70, 50), np.float32))
-    aule.launch(transpose, (5, 4), in_frame(framework, matrix), turned, 50, 70, backend=backend)
+    aule.launch(page["transpose"], (5, 4), in_frame(framework, matrix), turned, 50, 70, backend=backend)
     np.testing.assert_array_equal(np.asarray(turned), matrix.T)
 
     bias = rng.standard_normal(70, dtype=np.float32)
-    changed = in_frame(framework, matrix)
-    aule.launch(bias_gelu, 55, changed, in_frame(framework, bias), 3500, 70, backend=backend)
+    changed, groups = in_frame(framework, matrix), page["blocks"](3500)
+    aule.launch(page["bias_gelu"], groups, changed, in_frame(framework, bias), 3500, 70, backend=backend)
     y = matrix.astype(np.float64) + bias
-    np.testing.assert_allclose(np.asarray(changed), y / (1 + np.exp(-1.702 * y)), rtol=2e-5, atol=1e-6)
+    expected = 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+    np.testing.assert_allclose(np.asarray(changed), expected, rtol=2e-5, atol=1e-6)
 
 
 def test_buffers_take_the_elements_of_their_arrays(backend: str) -> None:

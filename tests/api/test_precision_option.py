@@ -102,11 +102,9 @@ def test_never_silently() -> None:
     assert not isinstance(plan_forward(plain, compiles.views(plain), device).steps[-1].config, FragmentConfig)
     for step in plan_backward(asked, compiles.views(asked), device).steps:  # gradients stay fp32
         assert "Fragment" not in type(step.config).__name__
-    for precision in ("bf16", "tf32"):
+    for precision, name in (("bf16", "bfloat16"), ("tf32", "tf32")):
         asked = problem_of(64, precision)
-        with pytest.raises(
-            aule.InvalidArgumentError, match=rf"matrix units for precision='{precision}'.* only 'fp16';"
-        ):
+        with pytest.raises(aule.InvalidArgumentError, match=rf"matrix units for precision='{name}'.* only 'float16';"):
             plan_forward(asked, compiles.views(asked), compiles.target("sm_75"))
 
 
@@ -122,19 +120,26 @@ def arrays(dtype: Any) -> list[tuple[str, Any]]:
     return [("numpy", x), ("torch", torch.from_numpy(x))]
 
 
-@pytest.mark.parametrize("bad", ["fp32", "f16", 16, ["fp16"]])
-def test_three_names_and_nothing_else(bad: Any) -> None:
+@pytest.mark.parametrize("bad", ["fp32", "float8", 16, ["fp16"]])
+def test_three_types_and_nothing_else(bad: Any) -> None:
     for _, x in arrays(np.float32):
-        with pytest.raises(aule.InvalidArgumentError, match=r"None or one of 'fp16', 'bf16', 'tf32', got"):
+        with pytest.raises(aule.InvalidArgumentError, match="precision 'float16', 'bfloat16' or 'tf32', got"):
             aule.flash_attention(x, x, x, precision=bad)
 
 
 def test_float32_alone() -> None:
     for _, x in arrays(np.float16):
         with pytest.raises(
-            aule.InvalidDtypeError, match=r"expected q, k and v of float32 with precision='bf16', got f16"
+            aule.InvalidDtypeError, match=r"expected q, k and v of float32 with precision='bfloat16', got float16"
         ):
             aule.flash_attention(x, x, x, precision="bf16")
+
+
+@pytest.mark.parametrize("spelling", ["bfloat16", "BF16", "torch.bfloat16"])
+def test_any_spelling(spelling: str) -> None:
+    for _, x in arrays(np.float32):
+        with pytest.raises(aule.InvalidArgumentError, match=r"precision='bfloat16', got .*, which offers none"):
+            aule.flash_attention(x, x, x, precision=spelling, backend="numpy")
 
 
 def test_the_operator_has_it() -> None:

@@ -11,6 +11,7 @@ import pytest
 from devices import need
 
 from aule.cli import _measure, bench, main
+from aule.cli._figures import duration, speed
 from aule.cli._measure import Attention, Case, race
 
 
@@ -90,7 +91,10 @@ def test_the_best_peer_counts() -> None:
     ("arguments", "message"),
     [
         (["--only", "forwards"], "expected --only with some of forward, backward, decode, rows, got forwards"),
-        (["--json", "no/such/folder/a.json"], "expected a file in a folder that exists"),
+        (
+            ["--json", "no/such/folder/a.json"],
+            "expected a file that can be written, got no/such/folder/a.json (No such",
+        ),
         (["--compare", "nothing.json", "nothing.json"], "expected a file written by `aule bench --json`"),
         (["--backend", "numpy"], "expected a device to measure, got NumPy alone"),
         (["--backend", "sun"], "expected one of"),
@@ -101,11 +105,105 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert message in capsys.readouterr().err
 
 
-def test_the_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"date": None}, "no 'date'"),
+        ({"results": [{}]}, "no 'group'"),
+        ({"results": 7}, "int"),
+        (None, "Expecting value"),
+    ],
+)
+def test_files_that_cannot_be_compared(
+    change: dict[str, Any] | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = DOCUMENT | (change or {})
+    file = tmp_path / "a.json"
+    text = json.dumps({name: value for name, value in good.items() if value is not None})
+    file.write_text("nothing" if change is None else text)
+    assert main(["bench", "--compare", str(file), str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "expected a file written by `aule bench --json`" in said and reason in said and said.count("\n") == 1
+
+
+def test_pictures_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "_measured", lambda *args, **options: pytest.fail("it was measured"))
+    assert main(["bench", "--plot", str(tmp_path / "a.gif")]) == 2
+    assert "expected --plot with .svg, .png, .pdf, got" in capsys.readouterr().err
+    assert main(["bench", "--csv", str(tmp_path)]) == 2
+    assert "expected a file that can be written, got" in capsys.readouterr().err
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "--plot", str(tmp_path / "a.svg")]) == 2
+    assert 'pip install "aule-attention[bench]"' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+ROW = {"name": "a", "group": "forward", "dtype": "float32", "seconds": 0.1, "rate": 2.0, "unit": "GB/s", "ratio": 1.5}
+DOCUMENT: dict[str, Any] = {
+    "aule": "1",
+    "device": "cpu:0",
+    "name": "device",
+    "date": "today",
+    "torch": "2",
+    "results": [ROW | {"peer": "PyTorch"}, ROW | {"dtype": "bfloat16", "ratio": 0.5, "peer": "cuDNN"}],
+}
+
+
+def test_bars_of_a_case_stand_together() -> None:
+    from aule.cli._bench_plot import _label, _layout, _offset
+
+    more = [ROW | {"group": group, "name": name} for group, name in (("forward", "b"), ("rows", "a"))]
+    bars, headings, height = _layout([*DOCUMENT["results"], *more])
+    assert [bar.name for bar in bars] == ["a", "", "b", "a"] and [text for _, text in headings] == [
+        "Attention",
+        "Row operations",
+    ]
+    places = [bar.y for bar in bars]
+    assert places == sorted(places) and places[1] - places[0] < places[2] - places[1] and height > places[-1]
+    assert _offset(bars, "a", places[0]) == pytest.approx((places[1] - places[0]) / 2)
+    assert _offset(bars, "a", places[3]) == 0
+    assert _label(DOCUMENT["results"][1], True) == "0.50x cuDNN  (2.00 GB/s)"
+
+
+@pytest.mark.parametrize("ratio", [1.5, None])
+def test_the_picture(tmp_path: Path, ratio: float | None) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra bench")
     from aule.cli._bench_plot import plot
 
-    row = {"name": "a", "group": "forward", "dtype": "float32", "rate": 2.0, "unit": "GB/s", "ratio": 1.5}
-    document = {"aule": "1", "name": "device", "date": "today", "torch": "2", "results": [row, row | {"ratio": 0.5}]}
-    plot(document, str(tmp_path / "a.svg"))
-    assert "1.50x" in (tmp_path / "a.svg").read_text() or (tmp_path / "a.svg").stat().st_size > 1000
+    results = [row if ratio else row | {"ratio": None} for row in DOCUMENT["results"]]
+    plot(DOCUMENT | {"results": results}, str(tmp_path / "a.svg"))
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "<svg" in drawn and ("1.50x" in drawn if ratio else "1.50x" not in drawn)
+
+
+def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.os, "cpu_count", lambda: 4)
+    for load, busy in ((1.9, False), (2.1, True)):
+        monkeypatch.setattr(bench.os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+        assert bench._busy() is busy
+    monkeypatch.delattr(bench.os, "getloadavg")
+    assert bench._busy() is False
+
+
+@pytest.mark.parametrize(
+    ("rate", "unit", "text"),
+    [
+        (0.0004, "TFLOPS", "400 MFLOPS"),
+        (1234.5, "GFLOP/s", "1.23 TFLOP/s"),
+        (0.99996, "GB/s", "1000 MB/s"),
+        (3e-10, "TB/s", "300 B/s"),
+        (45.678, "TB/s", "45.7 TB/s"),
+        (0.0, "TFLOPS", "0.00 FLOPS"),
+    ],
+)
+def test_speeds_have_digits(rate: float, unit: str, text: str) -> None:
+    assert speed(rate, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5e-6, "5 us"), (0.0015, "1.50 ms"), (0.1234, "123 ms"), (12.345, "12.3 s")]
+)
+def test_times_have_digits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

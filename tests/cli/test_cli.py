@@ -13,9 +13,9 @@ import pytest
 
 import aule
 from aule import store
+from aule.cli import COMMANDS, main
 from aule.cli import check as check_command
-from aule.cli import main
-from aule.cli._cases import CASES
+from aule.cli._cases import CASES, QUICK
 from aule.cli._progress import Progress
 
 
@@ -72,15 +72,18 @@ def test_info_says_how_torch_tensors_are_computed_on(
 ) -> None:
     from aule.api import info
 
-    monkeypatch.setattr(info, "_installed", lambda module: True)
-    routes = aule.get_backend_info()["torch"]
-    assert list(routes) == ["cpu", "cuda", "rocm", "xpu", "mps"]
-    default = aule.get_backend_info()["default_device"]
-    assert routes["cuda"].startswith("in place") and routes["mps"] == "in place, by torch.mps.compile_shader"
-    assert routes["rocm"] == routes["xpu"] and f"computed by {default}" in routes["rocm"]
+    build: dict[str, Any] = {"version": "2.9.0+mine", "cuda": "13.0", "hip": None, "xpu": "2025", "mps": None}
+    monkeypatch.setattr(info, "torch_build", lambda: build)
+    found = aule.get_backend_info()
+    routes, default = found["torch"], found["default_device"]
+    assert found["torch_version"] == "2.9.0+mine" and list(routes) == ["cpu", "cuda", "xpu"]
+    assert routes["cuda"].startswith("in place") and f"computed by {default}" in routes["xpu"]
     assert main(["info"]) == 0
-    assert f"  xpu   {routes['xpu']}\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"  xpu   {routes['xpu']}\n" in said and "PyTorch 2.9.0+mine" in said.splitlines()[0] and "rocm" not in said
 
+    build |= {"hip": "6.4", "mps": "yes"}
+    assert aule.get_backend_info()["torch"]["mps"] == "in place, by torch.mps.compile_shader"
     monkeypatch.setenv("AULE_BACKEND", "numpy")
     routes = aule.get_backend_info()["torch"]
     assert routes["cpu"] == "in place, by numpy, without gradients"
@@ -88,9 +91,21 @@ def test_info_says_how_torch_tensors_are_computed_on(
     monkeypatch.delenv("AULE_BACKEND")
     monkeypatch.setattr(info, "_default_device", lambda: ("vulkan:0", None))
     routes = aule.get_backend_info()["torch"]
-    assert routes["cpu"].startswith("brought to vulkan:0") and routes["rocm"].endswith("computed by vulkan:0")
-    monkeypatch.setattr(info, "_installed", lambda module: False)
-    assert aule.get_backend_info()["torch"] is None
+    cpu = "cpu" in aule.get_available_backends()
+    assert routes["cpu"] == ("in place, by cpu:0" if cpu else "copied to vulkan:0 and back")
+    assert routes["rocm"].endswith("computed by vulkan:0")
+    monkeypatch.setattr(info, "torch_build", lambda: None)
+    assert aule.get_backend_info()["torch"] is None and aule.get_backend_info()["torch_version"] is None
+
+
+def test_the_build_of_pytorch_is_read_without_importing_it() -> None:
+    torch = pytest.importorskip("torch")
+    from aule.api import info
+
+    build = info.torch_build()
+    assert build is not None
+    assert (build["version"], build["cuda"]) == (torch.__version__, torch.version.cuda)
+    assert build["hip"] == torch.version.hip
 
 
 def test_info_names_the_extras_that_are_missing(
@@ -134,6 +149,13 @@ def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["headline"]["status"] == "ok"
     assert {r["case"] for r in answer["results"]} == {c.name for c in CASES}
     assert all(r["error"] <= r["tolerance"] and r["seconds"] > 0 for r in answer["results"])
+
+
+def test_check_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--backend", "numpy", "--quick", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert {r["case"] for r in results} == {c.name for c in QUICK} < {c.name for c in CASES}
+    assert len({c.dtype for c in QUICK}) > 1
 
 
 def test_check_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,20 +285,73 @@ def test_without_a_command_they_are_listed(capsys: pytest.CaptureFixture[str]) -
     assert not shown.out and all(f"\n    {name} " in shown.err for name in ("info", "check", "tune", "show"))
 
 
-@pytest.mark.parametrize("backend", ["numpy", "cpu"])
-def test_there_is_nothing_to_tune_without_a_gpu(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if backend not in aule.get_available_backends():
-        pytest.skip("no CPU engine here")
-    assert main(["tune", "--backend", backend]) == 2
-    said = capsys.readouterr().err
-    assert "expected a GPU, got" in said and "name another device with --backend" in said
-
-
-@pytest.mark.parametrize("arguments", [["unknown"], ["show"], ["check", "--nothing"]])
-def test_bad_usage(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["unknown"], "aule: argument command: invalid choice: 'unknown'"),
+        (["check", "--nothing"], "aule: unrecognized arguments: --nothing"),
+        (["show", "rope", "--heads", "two"], "aule show: argument --heads: invalid int value: 'two'"),
+        (["bench", "--json"], "aule bench: argument --json: expected one argument"),
+        (["tune", "--dtype", "f8"], "aule tune: argument --dtype: invalid choice: 'f8'"),
+    ],
+)
+def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(message) and said.count("\n") == 1 and "--help" in said
+
+
+def test_help_has_one_line_for_each_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, _, summary in COMMANDS:
+        assert f"    {name:<8}  {summary}" in lines
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in COMMANDS])
+def test_help_of_each_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0 and f"usage: aule {name}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are those of POSIX")
+def test_ctrl_c_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check_command, "_check", interrupted)
+    assert main(["check", "--backend", "numpy"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> Any:
+        raise OSError(28, "No space left on device", "/full/disk")
+
+    monkeypatch.setattr(check_command, "_devices", full)
+    assert main(["check"]) == 2
+    said = "aule: expected to read or write /full/disk, got: No space left on device; choose another path\n"
+    assert capsys.readouterr().err == said
+
+
+def test_help_into_a_closed_pipe() -> None:
+    """Python writes a short text at its end only, where nobody would catch the error."""
+    script = "import sys; from aule.cli import main; sys.stdin.read(); sys.exit(main(['show', '--list']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stdin.close()
+    errors = process.stderr.read()
+    assert (process.wait(60), errors) == (0, b"")
 
 
 # -- cache -----------------------------------------------------------------------------------------------------------
@@ -301,6 +376,19 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "1 files  1.0 MiB  what `aule tune` measured" in said and "generated kernels" not in said
     assert main(["cache", "--clear-tuned"]) == 0
     assert [x.name for x in (tmp_path / "cache").rglob("*") if x.is_file() and x.stat().st_size] == ["mine.txt"]
+
+
+def test_a_cache_that_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("AULE_CACHE_DIR", str(file))
+    assert main(["cache"]) == 2
+    assert "expected a folder, got the file" in capsys.readouterr().err
+    monkeypatch.setenv("AULE_CACHE_SIZE", "large")
+    assert main(["cache"]) == 2
+    assert "expected AULE_CACHE_SIZE to be 1 or more" in capsys.readouterr().err
 
 
 def test_a_cache_that_others_can_write(

@@ -1,4 +1,4 @@
-"""The package as users get it: modules that importing it loads, contents of the wheel, and claims of the README."""
+"""The package as users get it: modules that importing it loads, contents of the wheel, and files that pages name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from repository import ROOT
 
 import aule
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 OPTIONAL = {
     "torch", "pyopencl", "wgpu", "Metal", "objc", "ml_dtypes", "llvmlite", "cupy", "jax", "matplotlib", "transformers",
     "diffusers",
@@ -69,7 +67,7 @@ def test_import_probes_no_driver() -> None:
 
 def test_import_alone_loads_next_to_nothing() -> None:
     code = "import sys, aule; print(*(m for m in sys.modules if m.partition('.')[0] in ('aule', 'numpy')))"
-    assert set(run_python(code).split()) == {"aule", "aule._version"}
+    assert set(run_python(code).split()) == {"aule", "aule._version", "aule.api", "aule.api.exported"}
 
 
 def test_every_public_name_is_found() -> None:
@@ -140,7 +138,7 @@ def test_wheel_requires_numpy_alone(wheel: Path) -> None:
     required = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert [re.match(r"[\w-]+", r).group() for r in required] == ["numpy"]  # type: ignore[union-attr]
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        "torch", "opencl", "webgpu", "metal", "cpu", "bench", "dev", "all",
+        "torch", "opencl", "webgpu", "metal", "cpu", "bench", "docs", "dev", "all",
     }  # fmt: skip
     assert metadata["Requires-Python"] == ">=3.10"
 
@@ -233,57 +231,43 @@ for function in (
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-# -- the README ------------------------------------------------------------------------------------------------------
-
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-MARK = re.compile(r"<!-- run: (numpy|torch|transformers|diffusers|device) -->\n$")
+# -- what pages say ----------------------------------------------------------------------------------------------------
 
 
-def readme_blocks() -> list[Any]:
-    """Every Python block of the README: its line, its text, and what it needs, from the comment above it."""
-    blocks = []
-    for found in BLOCK.finditer(README):
-        line = README.count("\n", 0, found.start(1))
-        mark = MARK.search(README, 0, found.start())
-        blocks.append(pytest.param(line, found.group(1), mark and mark.group(1), id=f"README.md:{line + 1}"))
-    return blocks
-
-
-@pytest.mark.parametrize(("line", "code", "needs"), readme_blocks())
-def test_readme_code_runs(line: int, code: str, needs: str | None) -> None:
-    assert needs is not None, "mark the block with <!-- run: numpy -->, or torch, transformers, diffusers or device"
-    frameworks = {name: ["torch", name] for name in ("torch", "transformers", "diffusers")}
-    for framework in frameworks.get(needs, []):
-        if importlib.util.find_spec(framework) is None:
-            pytest.skip(f"{framework} is not installed")
-    if needs == "device" and not set(aule.get_available_backends()) - {"numpy"}:
-        pytest.skip("no device, not even a software one")
-    if needs in ("transformers", "diffusers"):  # whose modules it changes
-        run_python(code)
-    else:
-        exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), {"__name__": "readme"})
-
-
-def test_readme_lists_every_environment_variable() -> None:
+def test_page_lists_every_environment_variable() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     known = set(re.findall(r"AULE_[A-Z_]+", (ROOT / "src/aule/settings.py").read_text(encoding="utf-8")))
-    listed = set(re.findall(r"^\| `(AULE_[A-Z_]+)`", README, re.MULTILINE))
+    listed = set(re.findall(r"^\| `(AULE_[A-Z_]+)`", page, re.MULTILINE))
     assert listed == known
 
 
-def test_readme_lists_every_error() -> None:
+def test_page_lists_every_error() -> None:
+    page = (ROOT / "docs" / "api" / "errors.md").read_text(encoding="utf-8")
     errors = {name for name in aule.__all__ if name.endswith("Error") and name != "AuleError"}
-    assert set(re.findall(r"^\| `(\w+Error)`", README, re.MULTILINE)) == errors
+    assert set(re.findall(r"^\| `(\w+Error)`", page, re.MULTILINE)) == errors
 
 
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
+def test_page_lists_every_extra_and_command() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = project.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = re.findall(r"^(\w+) = \[", listed, re.MULTILINE)
+    install = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", install, re.MULTILINE)
+    assert sorted(re.findall(r"\w+", " ".join(rows))) == sorted(extras)
+    said = run_python("import sys; sys.argv[:] = ['aule', '--help']; import aule.cli; aule.cli.main()", COLUMNS="200")
+    commands = re.findall(r"^    (\w+) ", said, re.MULTILINE)
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert len(commands) > 5 and sorted(re.findall(r"^\| `aule (\w+)`", page, re.MULTILINE)) == sorted(commands)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+PAGES = (path for path in (ROOT / "docs").rglob("*.md") if "lab" not in path.parts)
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *PAGES])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_documents_name_files_that_exist(document: Path) -> None:
-    """Links, and whatever looks like a file in code; several may be written as one with braces or a star."""
+    """Whatever looks like a file in code; several may be written as one with braces or a star."""
     text = document.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!#|https?:)([^)#]+)[^)]*\)", text):
-        assert (document.parent / target).exists(), target
     folders = (ROOT / name for name in ("benchmarks", "docs", "examples", "src", "tests", "tools"))
     known = [p.as_posix() for p in (*ROOT.glob("*.*"), *(p for folder in folders for p in folder.rglob("*.*")))]
     for code in re.findall(r"`([^`\n]+)`", text):

@@ -6,7 +6,8 @@ Blocks of a page run in order, in one process with one namespace:
 - ``sh`` has a command a line. Those of aule and Python are executed, in the same folder; installers are not.
 - ``console``, ``yaml``, ``cpp`` and the like are for reading.
 
-What a page needs beyond NumPy stands in its front matter: ``needs: torch, transformers``.
+What a page needs beyond NumPy stands in its front matter, ``needs: torch, transformers``, or, in the README, in a
+comment.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def blocks(page: Path) -> list[tuple[str, int, str, bool]]:
 
 
 def needs(page: Path) -> list[str]:
-    match = re.match(r"---\n.*?^needs: *([^\n]*)$.*?^---$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    said = r"(?:---\n.*?^|<!-- )needs: *([^\n]*?)(?: -->)?$"
+    match = re.match(said, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     return [name.strip() for name in match[1].split(",")] if match else []
 
 

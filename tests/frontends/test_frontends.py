@@ -304,21 +304,21 @@ def test_precision_leaves_what_is_right_alone() -> None:
     from aule.frontends.torch import entry as torch_front_end
 
     q, _, _ = inputs()
-    assert numpy_front_end.to_precision(q, "fp32") is q
+    assert numpy_front_end.to_precision(q, "float32") is q
     t = tensor(q)
-    assert torch_front_end.to_precision(t, "fp32") is t
+    assert torch_front_end.to_precision(t, "float32") is t
 
 
 def test_bad_precisions() -> None:
     q, k, v = inputs()
-    with pytest.raises(InvalidArgumentError, match="expected input_precision of fp16, bf16, fp32, got 'fp8'"):
+    with pytest.raises(InvalidArgumentError, match="expected input_precision float32, float16 or bfloat16, got 'fp8'"):
         aule.attention(q, k, v, input_precision="fp8")
     with pytest.raises(InvalidArgumentError, match="expected output_precision"):
-        aule.attention(q, k, v, output_precision="float32")
-    with pytest.raises(InvalidArgumentError, match="intermediate_precision 'fp32', got 'fp16'"):
+        aule.attention(q, k, v, output_precision="float64")
+    with pytest.raises(InvalidArgumentError, match="intermediate_precision 'float32', got 'fp16'"):
         aule.attention(q, k, v, intermediate_precision="fp16")
     integers = q.astype(np.int32)
-    with pytest.raises(InvalidDtypeError, match="arrays of floats to convert to fp16, got int32"):
+    with pytest.raises(InvalidDtypeError, match="arrays of floats to convert to float16, got int32"):
         aule.attention(integers, k, v, input_precision="fp16")
     with pytest.raises(InvalidDtypeError, match="tensors of floats"):
         aule.attention(tensor(integers), tensor(k), tensor(v), input_precision="fp16")

@@ -61,6 +61,28 @@ def test_a_number_that_does_not_fit_the_type_is_refused(b: Builder) -> None:
     assert (x * 2.0).type == i32
 
 
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda b: b.thread_id() * 0.5, "const: expected a whole number for i32, got 0.5; cast the other operand"),
+        (lambda b: b.var(0.0), "var: expected a value of the kernel, got 0.0; write b.const(0.0, f32), or the type"),
+        (lambda b: b.max(1, 2), "max: expected a value of the kernel, got 2"),
+        (lambda b: b.cast(1, f32), "cast: expected a value of the kernel, got 1"),
+        (lambda b: b.cast(b.thread_id(), "f32"), "expected a type of aule.ir.types such as f32, got 'f32'"),
+        (lambda b: b.shared("tile", "f32", 4), "expected a type of aule.ir.types such as f32, got 'f32'"),
+        (lambda b: b.load(3, 0), "load: expected a value of the kernel, got 3"),
+        (lambda b: b.store(b.shared("tile", f32, 4), 0, "1"), "const: expected a number or a value of the kernel"),
+        (lambda b: b.store(b.shared("tile", f32, 4), (0, 1), 1), "got (0, 1)"),
+    ],
+)
+def test_a_mistake_names_its_line(b: Builder, mistake: Any, message: str) -> None:
+    with pytest.raises(KernelError) as caught:
+        mistake(b)
+    code = mistake.__code__
+    assert message in caught.value.message
+    assert caught.value.message.endswith(f"(at {code.co_filename}:{code.co_firstlineno} in <lambda>)")
+
+
 def test_vectors_take_scalars_along(b: Builder) -> None:
     x = b.scalar("x", f32)
     v = b.vector([x, x, x, x])
@@ -72,11 +94,11 @@ def test_vectors_take_scalars_along(b: Builder) -> None:
 
 def test_values_have_no_truth_and_are_found_by_identity(b: Builder) -> None:
     x = b.scalar("x", i32)
-    with pytest.raises(TypeError, match="no truth at trace time"):
+    with pytest.raises(TypeError, match=r"cannot branch on a value .*test_ir_builder\.py:"):
         if x < 1:
             pass
     assert {x: 1}[x] == 1 and x in {x}
-    with pytest.raises(TypeError, match="no truth at trace time"):
+    with pytest.raises(TypeError, match=r"cannot branch on a value .*test_ir_builder\.py:"):
         assert x in [b.const(1, i32)]
     assert repr(x) == "Value(x: i32)"
 

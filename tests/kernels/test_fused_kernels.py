@@ -70,7 +70,7 @@ def test_every_language(name: str) -> None:
 def test_refused() -> None:
     with pytest.raises(aule.InvalidShapeError, match=r"\[SwiGLUKernel\] expected rows >= 1"):
         SwiGLUKernel(0, 4)
-    with pytest.raises(aule.InvalidDtypeError, match="expected dtype f32, f16, bf16"):
+    with pytest.raises(aule.InvalidDtypeError, match="expected dtype float32, float16 or bfloat16"):
         GeGLUKernel(1, 4, dtype="f64")
 
 

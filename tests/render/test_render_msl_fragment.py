@@ -59,7 +59,7 @@ def test_refusals() -> None:
     with pytest.raises(KernelError, match="blocks of 8x8, got fragment<f16,12x12"):
         msl.render(product(f16, 12), APPLE)
     old = replace(APPLE, bf16=False, matrix_units=("m8n8k8:f16:f32",))
-    with pytest.raises(InvalidArgumentError, match="matrix units take bf16"):
+    with pytest.raises(InvalidArgumentError, match="matrix units take bfloat16"):
         AttentionKernel.tensor_core(256, 64, dtype="bf16").emit("msl", old)
 
 

@@ -180,7 +180,7 @@ def test_tf32_is_not_cooperative_matrices() -> None:
     views = {name: grid.view_of(np.zeros((1, 1, 64, 64), np.float32)) for name in "qkvo"}
     config = plan_forward(problem, views, device).steps[-1].config
     assert isinstance(config, FragmentConfig) and config.factor == "f16"
-    with pytest.raises(InvalidArgumentError, match="only 'fp16', 'bf16'"):
+    with pytest.raises(InvalidArgumentError, match="only 'float16', 'bfloat16'"):
         plan_forward(replace(problem, precision="tf32"), views, device)
 
 

@@ -2,39 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from aule.api.context import Aule
-from aule.errors import InvalidArgumentError, InvalidDtypeError, OutOfMemoryError
-from aule.frontends import by_type, front_end, maker
-from aule.ops.rope.tables import checked_frequencies, frequencies, rope_tables
+from aule.api.names import refuses_unknown, unknown_option
+from aule.api.types import (
+    A,
+    Array,
+    AttentionKeywords,
+    Integers,
+    PackedKeywords,
+    RopeKeywords,
+    Tables,
+    TensorKeywords,
+    Window,
+)
+from aule.errors import InvalidDtypeError
+from aule.frontends import by_type, front_end
+from aule.ops.rope.tables import rope_tables
 from aule.options import AttentionOptions
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+@overload
 def flash_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: A, k: A, v: A, *, return_lse: Literal[False] = ..., **options: Unpack[AttentionKeywords]
+) -> A: ...
+@overload
+def flash_attention(
+    q: A, k: A, v: A, *, return_lse: Literal[True], **options: Unpack[AttentionKeywords]
+) -> tuple[A, A]: ...
+@overload
+def flash_attention(q: A, k: A, v: A, *, return_lse: bool, **options: Unpack[AttentionKeywords]) -> A | tuple[A, A]: ...
+@refuses_unknown
+def flash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = True,
     scale: float | None = None,
-    window: int | Sequence[int | None] | None = None,
+    window: Window = None,
     softcap: float | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    rope: tuple[Any, Any] | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    rope: Tables | None = None,
     rope_interleaved: bool = False,
     dropout_p: float = 0.0,
     seed: int | None = None,
     causal_align: str = "bottom-right",
     return_lse: bool = False,
     deterministic: bool = False,
-    precision: str | None = None,
-    out: Any = None,
+    precision: object = None,
+    out: Array | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Compute exact attention without storing the score matrix.
 
@@ -46,7 +71,8 @@ def flash_attention(
         ``heads_q`` may be a multiple of ``heads_kv``, ``seq_q`` may differ from ``seq_kv``, the head dimension of ``v``
         may differ from that of ``q`` and ``k``; each is at most 256.
     causal : bool
-        Row ``i`` attends to keys up to its own position.
+        Row ``i`` attends to keys up to its own position. True by default, whereas ``is_causal`` of PyTorch's
+        ``scaled_dot_product_attention`` is False by default.
     scale : float, optional
         Factor of the scores; default ``1 / sqrt(head_dim)``.
     window : int or (left, right), optional
@@ -88,11 +114,12 @@ def flash_attention(
         Gradients with the same bits every time. By default GPUs with atomic float additions (CUDA, most Vulkan
         drivers) sum dQ in any order, which is faster. ``torch.use_deterministic_algorithms(True)`` has the same
         effect for torch tensors. Everything else is always deterministic.
-    precision : {"fp16", "bf16", "tf32"}, optional
+    precision : {"float16", "bfloat16", "tf32"}, optional
         Only for float32 inputs: round q, k, v and the weights to this type and multiply them on matrix units; sums,
-        softmax, the result and the log-sum-exp stay float32. In fp16, values beyond 65504 become infinite; tf32 has
-        the digits of fp16 and the range of float32, and needs CUDA sm_80 or newer. Gradients are computed in float32.
-        A device without such units is refused; without this option float32 is never rounded.
+        softmax, the result and the log-sum-exp stay float32. In float16, values beyond 65504 become infinite; tf32 has
+        the digits of float16 and the range of float32, and needs CUDA sm_80 or newer. Gradients are computed in
+        float32. A device without such units is refused; without this option float32 is never rounded. Other spellings
+        (``"fp16"``, ``torch.bfloat16`` ...) are understood.
     out : array, optional
         Write the result here; it may share memory with q, k or v.
     backend : str, optional
@@ -104,6 +131,8 @@ def flash_attention(
         The kind, dtype and device of ``q``. A row with nothing to attend to is zero, its log-sum-exp -inf. Host arrays
         come back finished; on a GPU the result is ordered after the call like any other work on the stream.
     """
+    if unknown:
+        raise unknown_option(flash_attention, unknown)
     cos, sin = (None, None) if rope is None else rope_tables("flash_attention", rope)
     options = tuple.__new__(AttentionOptions, (  # skips the slower constructor
         causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, cos, sin, rope_interleaved, dropout_p, seed,
@@ -113,7 +142,36 @@ def flash_attention(
     return (front_end(q) if found is None else found).flash_attention(q, k, v, options)
 
 
-def aule_attention(q: Any, k: Any, v: Any, causal: bool = True, scale: float | None = None, **options: Any) -> Any:
+@overload
+def aule_attention(
+    q: A,
+    k: A,
+    v: A,
+    causal: bool = ...,
+    scale: float | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[TensorKeywords],
+) -> A: ...
+@overload
+def aule_attention(
+    q: A,
+    k: A,
+    v: A,
+    causal: bool = ...,
+    scale: float | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[TensorKeywords],
+) -> tuple[A, A]: ...
+@overload
+def aule_attention(
+    q: A, k: A, v: A, causal: bool = ..., scale: float | None = ..., *, return_lse: bool,
+    **options: Unpack[TensorKeywords],
+) -> A | tuple[A, A]: ...  # fmt: skip
+def aule_attention(
+    q: Array, k: Array, v: Array, causal: bool = True, scale: float | None = None, **options: Any
+) -> Any:
     """Compute attention on torch tensors, with gradients.
 
     The same as `flash_attention`, but only for torch tensors; ``causal`` and ``scale`` may also be positional.
@@ -123,7 +181,7 @@ def aule_attention(q: Any, k: Any, v: Any, causal: bool = True, scale: float | N
     q, k, v : Tensor
         As for `flash_attention`.
     causal : bool
-        Row ``i`` attends to keys up to its own position.
+        Row ``i`` attends to keys up to its own position. True by default, other than in PyTorch's own function.
     scale : float, optional
         Factor of the scores; default ``1 / sqrt(head_dim)``.
     **options
@@ -142,32 +200,65 @@ def aule_attention(q: Any, k: Any, v: Any, causal: bool = True, scale: float | N
     return flash_attention(q, k, v, causal=causal, scale=scale, **options)
 
 
+@overload
 def flash_attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    q: A,
+    k: A,
+    v: A,
+    cu_seqlens_q: Integers,
+    cu_seqlens_k: Integers,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[PackedKeywords],
+) -> A: ...
+@overload
+def flash_attention_varlen(
+    q: A,
+    k: A,
+    v: A,
+    cu_seqlens_q: Integers,
+    cu_seqlens_k: Integers,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PackedKeywords],
+) -> tuple[A, A]: ...
+@overload
+def flash_attention_varlen(
+    q: A, k: A, v: A, cu_seqlens_q: Integers, cu_seqlens_k: Integers, max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., *, return_lse: bool, **options: Unpack[PackedKeywords],
+) -> A | tuple[A, A]: ...  # fmt: skip
+@refuses_unknown
+def flash_attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Integers,
+    cu_seqlens_k: Integers,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
     causal: bool = True,
     scale: float | None = None,
-    window: int | Sequence[int | None] | None = None,
+    window: Window = None,
     softcap: float | None = None,
     mask: None = None,
     bias: None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    rope: tuple[Any, Any] | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    rope: Tables | None = None,
     rope_interleaved: bool = False,
     dropout_p: float = 0.0,
     seed: int | None = None,
     causal_align: str = "bottom-right",
     return_lse: bool = False,
     deterministic: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Compute attention within each sequence of a packed batch, in one launch.
 
@@ -188,16 +279,19 @@ def flash_attention_varlen(
         Not supported for packed batches.
     alibi_slopes : float32 array, optional
         ``[heads_q]`` or ``[batch, heads_q]``.
-    causal, scale, window, softcap, sinks, rope, rope_interleaved, dropout_p, seed, causal_align, return_lse, \
-    deterministic, out, backend
+    causal, scale, window, softcap, sinks, rope, rope_interleaved, dropout_p, seed, causal_align
         As in `flash_attention`. Positions count within each sequence; for dropout and rope sequence ``i`` is batch
         ``i``.
+    return_lse, deterministic, out, backend
+        As in `flash_attention`.
 
     Returns
     -------
     array or (array, array)
         ``[total_q, heads_q, value_dim]`` and, with ``return_lse``, float32 ``[heads_q, total_q]``.
     """
+    if unknown:
+        raise unknown_option(flash_attention_varlen, unknown)
     cos, sin = (None, None) if rope is None else rope_tables("flash_attention_varlen", rope)
     options = AttentionOptions(
         causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, cos, sin, rope_interleaved, dropout_p, seed,
@@ -207,9 +301,41 @@ def flash_attention_varlen(
     return front_end(q, "flash_attention_varlen").flash_attention_varlen(q, k, v, *offsets, options)
 
 
+@overload
 def flash_attention_rope(
-    q: Any, k: Any, v: Any, cos: Any, sin: Any, causal: bool = True, scale: float | None = None, **options: Any
-) -> Any:
+    q: A,
+    k: A,
+    v: A,
+    cos: Array,
+    sin: Array,
+    causal: bool = ...,
+    scale: float | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[RopeKeywords],
+) -> A: ...
+@overload
+def flash_attention_rope(
+    q: A,
+    k: A,
+    v: A,
+    cos: Array,
+    sin: Array,
+    causal: bool = ...,
+    scale: float | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RopeKeywords],
+) -> tuple[A, A]: ...
+@overload
+def flash_attention_rope(
+    q: A, k: A, v: A, cos: Array, sin: Array, causal: bool = ..., scale: float | None = ..., *,
+    return_lse: bool, **options: Unpack[RopeKeywords],
+) -> A | tuple[A, A]: ...  # fmt: skip
+def flash_attention_rope(
+    q: Array, k: Array, v: Array, cos: Array, sin: Array, causal: bool = True, scale: float | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
     """Compute attention with rotary position embeddings of q and k.
 
     The same as ``flash_attention(rope=(cos, sin))``.
@@ -233,87 +359,3 @@ def flash_attention_rope(
         As `flash_attention` returns it.
     """
     return flash_attention(q, k, v, causal=causal, scale=scale, rope=(cos, sin), **options)
-
-
-def precompute_rope_frequencies(
-    seq_len: int, head_dim: int, base: float = 10000.0, device: Any = None, dtype: Any = None
-) -> tuple[Any, Any]:
-    """Compute the cosines and sines of rotary position embeddings.
-
-    Parameters
-    ----------
-    seq_len : int
-        Positions, from 0 on.
-    head_dim : int
-        Columns to rotate; even.
-    base : float
-        Pair ``i`` is rotated by ``base ** (-2 i / head_dim)`` per position.
-    device : torch.device or str, optional
-        Return torch tensors on this device. Default: NumPy arrays, unless ``dtype`` is a torch dtype.
-    dtype : dtype, optional
-        Default float32. The values are computed in float64 and rounded once.
-
-    Returns
-    -------
-    cos, sin : array
-        ``[seq_len, head_dim // 2]``.
-    """
-    op = "precompute_rope_frequencies"
-    seq_len, head_dim, base = checked_frequencies(op, seq_len, head_dim, base, ("seq_len", "head_dim"))
-    end = maker(device, dtype, op)
-    try:
-        cos, sin = frequencies(seq_len, head_dim, base)
-    except MemoryError as error:
-        nbytes = 8 * seq_len * (head_dim // 2)
-        raise OutOfMemoryError(f"[{op}] expected {nbytes} bytes, got none ({error}); take less", nbytes) from error
-    return end.make(cos, device, dtype, op), end.make(sin, device, dtype, op)
-
-
-_PRECISIONS = ("fp16", "bf16", "fp32")
-
-
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    context: Aule | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    input_precision: str | None = None,
-    intermediate_precision: str = "fp32",
-    output_precision: str | None = None,
-) -> Any:
-    """Compute attention with chosen precisions. Not causal by default.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As for `flash_attention`.
-    context : Aule, optional
-        Compute on this context's device.
-    input_precision, output_precision : {"fp16", "bf16", "fp32"}, optional
-        Convert the inputs before, or the result after. Default: leave them.
-    intermediate_precision : {"fp32"}
-        Scores and sums are always accumulated in fp32.
-    """
-    for name, value in (("input_precision", input_precision), ("output_precision", output_precision)):
-        if value is not None and not (isinstance(value, str) and value in _PRECISIONS):
-            raise InvalidArgumentError(
-                f"[attention] expected {name} of {', '.join(_PRECISIONS)}, got {value!r}; pass None to leave it"
-            )
-    if not isinstance(intermediate_precision, str) or intermediate_precision != "fp32":
-        raise InvalidArgumentError(
-            f"[attention] expected intermediate_precision 'fp32', got {intermediate_precision!r}; sums in half "
-            "precision are not offered because they lose digits without being faster"
-        )
-    if context is not None and not isinstance(context, Aule):
-        raise InvalidArgumentError(
-            f"[attention] expected an aule.Aule as context, got {type(context).__name__}; pass None for the best device"
-        )
-    end = front_end(q, "attention")
-    if input_precision is not None:
-        q, k, v = (end.to_precision(x, input_precision) for x in (q, k, v))
-    backend = None if context is None else context.device_name
-    result = flash_attention(q, k, v, causal=causal, scale=softmax_scale, backend=backend)
-    return result if output_precision is None else end.to_precision(result, output_precision)

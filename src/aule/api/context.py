@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from aule import settings
+from aule.api.names import unknown_option
 from aule.backends import registry
+from aule.dtypes import KERNEL_NAMES, dtype_name, either, shown, usual_name
 from aule.engine.attention import attention_views, forward_on_device, gradients_on_device
 from aule.engine.memory import STORED, reports_shortage
 from aule.errors import (
@@ -39,7 +41,7 @@ _OPTIONS = (
     "dropout_p", "seed", "causal_align", "deterministic", "precision",
 )  # fmt: skip
 """Options of `aule.flash_attention`; results have arguments of their own."""
-_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "bool": "bool"}
+_DTYPES = ("float32", "float16", "bfloat16", "bool")
 
 
 class Tensor:
@@ -49,7 +51,7 @@ class Tensor:
         self.shape = shape
         self.dtype = dtype
         self._context = context
-        self._elem = _DTYPES[dtype]
+        self._elem = KERNEL_NAMES[dtype]
         self.nbytes = math.prod(shape) * ITEMSIZE[self._elem]
         self._allocation: Allocation | None = None
         self._allocation = context._open().alloc(max(self.nbytes, 16))
@@ -65,7 +67,9 @@ class Tensor:
                 f"[upload] expected an array in host memory, got {type(array).__name__} ({error}); convert it to NumPy"
             ) from error
         if source.dtype.kind not in "biuf" and source.dtype.name != "bfloat16":
-            raise InvalidDtypeError(f"[upload] expected an array of numbers, got {source.dtype}; convert with .astype")
+            raise InvalidDtypeError(
+                f"[upload] expected an array of numbers, got {shown(source.dtype)}; convert with .astype"
+            )
         if source.shape != self.shape:
             raise InvalidShapeError(f"[upload] expected shape {self.shape}, got {source.shape}; reshape the array")
         data = np.ascontiguousarray(self._stored(source))
@@ -183,10 +187,11 @@ class Aule:
             "shared_memory_bytes": target.max_shared_bytes,
         }
 
-    def tensor(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
-        """A tensor of undefined contents."""
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise InvalidDtypeError(f"[tensor] expected a dtype of {', '.join(_DTYPES)}, got {dtype!r}")
+    def tensor(self, shape: Sequence[int], dtype: object = "float32") -> Tensor:
+        """A tensor of undefined contents, of float32, float16, bfloat16 or bool in any spelling."""
+        name = dtype_name(dtype) or ""
+        if name not in _DTYPES:
+            raise InvalidDtypeError(f"[tensor] expected dtype {either(_DTYPES)}, got {dtype!r}; choose one")
         try:
             dims = tuple(operator.index(n) for n in shape)
         except TypeError:
@@ -195,7 +200,7 @@ class Aule:
             ) from None
         if any(n < 0 for n in dims):
             raise InvalidShapeError(f"[tensor] expected a shape without negative lengths, got {dims}; correct it")
-        made = Tensor(self, dims, dtype)
+        made = Tensor(self, dims, name)
         self._tensors.add(made)
         return made
 
@@ -267,11 +272,9 @@ class Aule:
         self, q: Tensor, k: Tensor, v: Tensor, results: dict[str, Tensor], options: dict[str, Any], return_lse: bool
     ) -> tuple[AttentionProblem, Operands]:
         device = self._open()
-        for name in options:
-            if name not in _OPTIONS:
-                raise InvalidArgumentError(
-                    f"[attention_gpu] expected options of {', '.join(_OPTIONS)}, got {name}; leave it out"
-                )
+        unknown = {name: value for name, value in options.items() if name not in _OPTIONS}
+        if unknown:
+            raise unknown_option(_OPTIONS, unknown, "attention_gpu")
         options["rope_cos"], options["rope_sin"] = rope_tables("attention_gpu", options.pop("rope", None))
         arrays = {name: options.pop(name) for name in _ARRAYS if options.get(name) is not None}
         given: dict[str, Tensor] = {"q": q, "k": k, "v": v, **arrays}
@@ -311,10 +314,9 @@ class Aule:
 
     def _require(self, name: str, tensor: Tensor, shape: tuple[int, ...], elem: str) -> None:
         if tensor.shape != shape or tensor._elem != elem:
-            dtype = next(public for public, known in _DTYPES.items() if known == elem)
             raise InvalidShapeError(
-                f"[attention_gpu] expected {name} of shape {shape} and dtype {dtype}, got {tensor.shape} and "
-                f"{tensor.dtype}"
+                f"[attention_gpu] expected {name} of shape {shape} and {usual_name(elem)}, got {tensor.shape} and "
+                f"{tensor.dtype}; make it with .tensor()"
             )
 
     def synchronize(self) -> None:

@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import numpy as np
 
+from aule.api.names import refuses_unknown, unknown_option
+from aule.api.types import A, Array, B, CascadeKeywords, DecodeKeywords, Integers, PagedKeywords, Window
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends import by_type, front_end
 from aule.ops.shared.checks import checked_flag
 from aule.options import DecodeOptions
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+@overload
 def decode_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: A, k: Array, v: Array, *, return_lse: Literal[False] = ..., **options: Unpack[DecodeKeywords]
+) -> A: ...
+@overload
+def decode_attention(
+    q: A, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[DecodeKeywords]
+) -> tuple[A, A]: ...
+@overload
+def decode_attention(
+    q: A, k: Array, v: Array, *, return_lse: bool, **options: Unpack[DecodeKeywords]
+) -> A | tuple[A, A]: ...
+@refuses_unknown
+def decode_attention(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    context_lens: Any = None,
+    context_lens: Integers | None = None,
     causal: bool = True,
     scale: float | None = None,
-    window: int | Sequence[int | None] | None = None,
+    window: Window = None,
     softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     return_lse: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Compute attention of the newest tokens of each sequence over its cache of keys and values.
 
@@ -52,6 +70,8 @@ def decode_attention(
         The kind, dtype, device and shape of ``q``, and with ``return_lse`` float32 of that shape without its last axis.
         A sequence without keys gives zeros and -inf.
     """
+    if unknown:
+        raise unknown_option(decode_attention, unknown)
     options = DecodeOptions(
         context_lens, None, None, None, None, None, "HND", causal, scale, window, softcap, alibi_slopes, sinks,
         return_lse, out, backend,
@@ -60,27 +80,62 @@ def decode_attention(
     return (front_end(q, "decode_attention") if found is None else found).decode(q, k, v, options)
 
 
+@overload
 def flash_attention_paged(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_tables: Any,
-    context_lens: Any,
+    q: A,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Integers,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[PagedKeywords],
+) -> A: ...
+@overload
+def flash_attention_paged(
+    q: A,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Integers,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedKeywords],
+) -> tuple[A, A]: ...
+@overload
+def flash_attention_paged(
+    q: A,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Integers,
+    *,
+    return_lse: bool,
+    **options: Unpack[PagedKeywords],
+) -> A | tuple[A, A]: ...
+@refuses_unknown
+def flash_attention_paged(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Integers,
     *,
     causal: bool = True,
     scale: float | None = None,
-    window: int | Sequence[int | None] | None = None,
+    window: Window = None,
     softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    cu_seqlens_q: Any = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    cu_seqlens_q: Integers | None = None,
     max_seqlen_q: int | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     layout: str = "NHD",
     return_lse: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Compute attention over keys and values that are stored in pages of a pool.
 
@@ -116,6 +171,8 @@ def flash_attention_paged(
         The kind, dtype, device and shape of ``q``, and with ``return_lse`` float32 of that shape without its last axis,
         or, packed, ``[heads_q, total_q]``. A sequence without keys gives zeros and -inf.
     """
+    if unknown:
+        raise unknown_option(flash_attention_paged, unknown)
     if block_tables is None or context_lens is None:
         raise InvalidArgumentError(
             "[flash_attention_paged] expected block_tables and context_lens, got None; use aule.decode_attention for a "
@@ -130,7 +187,7 @@ def flash_attention_paged(
     return end.decode(q, k_cache, v_cache, options)
 
 
-def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
+def merge_states(o_a: A, lse_a: B, o_b: A, lse_b: B) -> tuple[A, B]:
     """Attention over two disjoint sets of keys, from the results over each.
 
     Parameters
@@ -147,10 +204,46 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     lse : float32 array
         Its log-sum-exp.
     """
-    merged: tuple[Any, Any] = front_end(o_a, "merge_states").merge_states(o_a, lse_a, o_b, lse_b)
+    merged: tuple[A, B] = front_end(o_a, "merge_states").merge_states(o_a, lse_a, o_b, lse_b)
     return merged
 
 
+@overload
+def cascade_attention(
+    q: A,
+    k_cache: A,
+    v_cache: A,
+    block_tables: Array,
+    context_lens: Array,
+    *,
+    shared_pages: int,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[CascadeKeywords],
+) -> A: ...
+@overload
+def cascade_attention(
+    q: A,
+    k_cache: A,
+    v_cache: A,
+    block_tables: Array,
+    context_lens: Array,
+    *,
+    shared_pages: int,
+    return_lse: Literal[True],
+    **options: Unpack[CascadeKeywords],
+) -> tuple[A, A]: ...
+@overload
+def cascade_attention(
+    q: A,
+    k_cache: A,
+    v_cache: A,
+    block_tables: Array,
+    context_lens: Array,
+    *,
+    shared_pages: int,
+    return_lse: bool,
+    **options: Unpack[CascadeKeywords],
+) -> A | tuple[A, A]: ...
 def cascade_attention(
     q: Any,
     k_cache: Any,
@@ -178,8 +271,10 @@ def cascade_attention(
     shared_pages : int
         How many columns of ``block_tables`` are the same in all rows. All of the common pages lie before the first
         query of every sequence. Both are checked where tables, lengths and offsets are in host memory.
+    sinks, cu_seqlens_q, max_seqlen_q, causal, return_lse
+        As for `flash_attention_paged`.
     **options
-        As for `flash_attention_paged`; there is no ``window``, no ``alibi_slopes`` and no ``out``.
+        Other options of `flash_attention_paged`, except ``window``, ``alibi_slopes`` and ``out``.
 
     Returns
     -------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,10 @@ _EXTRAS = (
     ("cpu", "llvmlite", "CPU: attention kernels compiled for this processor, several times NumPy's speed", None),
 )
 """Extra of the distribution, the module it installs, what that enables, and the platform it is limited to, if any."""
+
+
+_TENSORS = {"hip": "rocm"}
+"""Our name of a kind of tensors, where PyTorch calls its build otherwise."""
 
 
 def get_available_backends() -> list[str]:
@@ -62,7 +68,8 @@ def get_backend_info() -> dict[str, Any]:
         ``version``, ``python``, ``numpy``, ``platform``; ``forced`` (``AULE_BACKEND``); ``default_device``, where
         arrays in host memory are computed (None when a forced backend is missing or a setting is wrong:
         ``default_error`` says why);
-        ``torch``, for each kind of torch tensor how it is computed on (None without PyTorch or a default device);
+        ``torch``, for each kind of tensor that the installed PyTorch was built with how it is computed on (None without
+        PyTorch or a default device), and ``torch_version``;
         ``backends``, for each by name ``available``, ``devices`` (``device`` as ``backend=`` takes it, and every field
         of its `Target`) and ``error``.
     """
@@ -76,6 +83,7 @@ def get_backend_info() -> dict[str, Any]:
         ]
         backends[name] = {"available": bool(devices), "devices": devices, "error": refused.get(name)}
     default, error = _default_device()
+    build = torch_build()
     return {
         "version": __version__,
         "python": platform.python_version(),
@@ -84,7 +92,8 @@ def get_backend_info() -> dict[str, Any]:
         "forced": settings.backend(),
         "default_device": default,
         "default_error": error,
-        "torch": _torch_routes(default) if default and _installed("torch") else None,
+        "torch": _torch_routes(default, build) if default and build else None,
+        "torch_version": build["version"] if build else None,
         "backends": backends,
     }
 
@@ -95,7 +104,8 @@ def print_backend_info() -> None:
 
 
 def _report(info: dict[str, Any]) -> list[str]:
-    lines = [f"aule {info['version']}, Python {info['python']}, NumPy {info['numpy']}, {info['platform']}", ""]
+    torch = f", PyTorch {info['torch_version']}" if info["torch_version"] else ""
+    lines = [f"aule {info['version']}, Python {info['python']}, NumPy {info['numpy']}{torch}, {info['platform']}", ""]
     rows: list[tuple[str, ...]] = [("", "device", "name", "memory", "units", "subgroup", "fp16", "driver")]
     for backend in info["backends"].values():
         for device in backend["devices"]:
@@ -141,23 +151,41 @@ def _default_line(info: dict[str, Any]) -> str:
     return f"* Host arrays go to {default}: {why}. GPU arrays stay where they are."
 
 
-def _torch_routes(default: str) -> dict[str, str]:
-    """How tensors of each device type are computed, including types that this PyTorch lacks."""
+def torch_build() -> dict[str, str | None] | None:
+    """What the installed PyTorch was built with: ``version``, ``cuda``, ``hip``, ``xpu`` and ``mps``; None without it.
+
+    PyTorch's own file of versions is read, because to import all of PyTorch takes a second.
+    """
+    try:
+        spec = importlib.util.find_spec("torch") if _installed("torch") else None
+        if spec is None or spec.origin is None:
+            return None
+        facts = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    except (ImportError, OSError, ValueError, SyntaxError):
+        return None
+    found = {name: facts.get(name) for name in ("cuda", "hip", "xpu")}
+    apple = "yes" if sys.platform == "darwin" and platform.machine() == "arm64" else None
+    return {"version": str(facts.get("__version__", "of an unknown version")), **found, "mps": apple}
+
+
+def _torch_routes(default: str, build: dict[str, str | None]) -> dict[str, str]:
+    """How tensors of each device type that PyTorch was built with are computed."""
     forced = settings.backend()
     lacks = ", without gradients" if default == registry.NUMPY else ""
     staged = f"copied through host memory, computed by {default}{lacks}"
     host = f"in place, by {default}{lacks}"
-    if default.partition(":")[0] not in ("cpu", registry.NUMPY):
-        host = f"brought to {default}"
-        if forced is None and "cpu" in registry.available():
-            host += "; in place, by cpu:0, for gradients, PyTorch's own attention function and compiled code"
-    return {
+    if forced is None and "cpu" in registry.available():
+        host = "in place, by cpu:0"
+    elif default.partition(":")[0] not in ("cpu", registry.NUMPY):
+        host = f"copied to {default} and back"
+    routes = {
         "cpu": host,
         "cuda": staged if forced and not forced.startswith("cuda") else "in place, on PyTorch's current stream",
-        "rocm": staged,
+        "hip": staged,
         "xpu": staged,
         "mps": staged if forced and not forced.startswith("metal") else "in place, by torch.mps.compile_shader",
     }
+    return {_TENSORS.get(kind, kind): how for kind, how in routes.items() if kind == "cpu" or build[kind]}
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -6,14 +6,17 @@ import operator
 import threading
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from aule import settings
 from aule.api.decode import cascade_attention, flash_attention_paged
+from aule.api.names import refuses_unknown, unknown_option
+from aule.api.types import A, Array, CacheKeywords, Tables
 from aule.backends import registry
+from aule.dtypes import KERNEL_NAMES, dtype_name, either
 from aule.engine.kvcache import writer
 from aule.engine.memory import reports_shortage
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
@@ -25,7 +28,10 @@ from aule.ops.rope.tables import rope_tables
 from aule.ops.shared.checks import checked_choice, checked_flag, checked_integer
 from aule.view import ITEMSIZE
 
-_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_DTYPES = ("float32", "float16", "bfloat16")
 _NAMES = ("k_cache", "v_cache", "k_scale", "v_scale")
 _DERIVED = ("_front", "_pools", "_written", "_lock", "_known")
 _MAX_DIM = 256
@@ -63,7 +69,7 @@ class KVCache:
     page_size : int
         Tokens of a page, 1 to 256.
     dtype : str or dtype
-        float32, float16 or bfloat16: that of the keys and values, and of the queries.
+        float32, float16 or bfloat16, in any spelling: that of the keys and values, and of the queries.
     layers : int
         Layers of the model.
     value_dim : int, optional
@@ -71,7 +77,8 @@ class KVCache:
     layout : {"NHD", "HND"}
         ``[pages, page, heads_kv, dim]`` or ``[pages, heads_kv, page, dim]``.
     quantize : {"int8", "fp8"}, optional
-        Store bytes, and a float32 scale per token and head; attention applies the scales as it reads.
+        Store bytes (fp8 is float8_e4m3fn), and a float32 scale per token and head; attention applies the scales as it
+        reads.
     device : torch device, optional
         Where the pool's tensors are: the CPU, a CUDA device or Apple's GPU. None: NumPy arrays.
     backend : str, optional
@@ -93,6 +100,7 @@ class KVCache:
     >>> out = cache.attend(q, [seq])  # as q
     """
 
+    @refuses_unknown
     def __init__(
         self,
         num_pages: int,
@@ -100,14 +108,17 @@ class KVCache:
         head_dim: int,
         *,
         page_size: int = 16,
-        dtype: Any = "float32",
+        dtype: object = "float32",
         layers: int = 1,
         value_dim: int | None = None,
-        layout: str = "NHD",
-        quantize: str | None = None,
+        layout: Literal["NHD", "HND"] = "NHD",
+        quantize: object = None,
         device: Any = None,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            raise unknown_option(KVCache.__init__, unknown, "KVCache")
         value_dim = head_dim if value_dim is None else value_dim
         limits = {
             "num_pages": (num_pages, 1 << 31),
@@ -119,25 +130,27 @@ class KVCache:
         }
         for name, (number, most) in limits.items():
             if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not 1 <= number <= most:
-                raise InvalidArgumentError(f"[KVCache] expected {name} as an int from 1 to {most}, got {number!r}")
+                raise InvalidArgumentError(
+                    f"[KVCache] expected {name} as an int from 1 to {most}, got {number!r}; pass one of these"
+                )
         num_pages, heads_kv, head_dim, value_dim, page_size, layers = (int(number) for number, _ in limits.values())
         if num_pages * page_size >= 1 << 31:
             raise InvalidArgumentError(
                 f"[KVCache] expected less than 2**31 tokens, got {num_pages} pages of {page_size}; make several caches"
             )
-        name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+        name = dtype_name(dtype) or ""
         if name not in _DTYPES:
-            raise InvalidDtypeError(f"[KVCache] expected a dtype of {', '.join(_DTYPES)}, got {dtype!r}")
+            raise InvalidDtypeError(f"[KVCache] expected dtype {either(_DTYPES)}, got {dtype!r}; choose one")
         checked_choice("KVCache", "layout", layout, tuple(LAYOUTS), "it is the order of the pool's axes")
         if quantize is not None:
-            checked_choice("KVCache", "quantize", quantize, tuple(QUANTISED), "pass None to store as dtype says")
+            quantize = _quantisation(quantize)
         self.num_pages, self.page_size, self.layers = num_pages, page_size, layers
         self.heads_kv, self.head_dim, self.value_dim = heads_kv, head_dim, value_dim
         self.dtype, self.layout, self.quantize, self.device, self.backend = name, layout, quantize, device, backend
         self._front = _front(device)
         if backend is not None and (device is None or str(device) == "cpu"):
             registry.find(backend)  # a missing backend is refused now
-        stored = _DTYPES[name] if quantize is None else QUANTISED[quantize][0]
+        stored = KERNEL_NAMES[name] if quantize is None else QUANTISED[quantize][0]
         order = (page_size, heads_kv) if layout == "NHD" else (heads_kv, page_size)
         rows = (layers, num_pages, *order)
         self._arrays = {
@@ -252,10 +265,10 @@ class KVCache:
     def append(
         self,
         seqs: int | Sequence[int],
-        k: Any,
-        v: Any,
+        k: Array,
+        v: Array,
         layer: int = 0,
-        rope: tuple[Any, Any] | None = None,
+        rope: Tables | None = None,
         *,
         lengths: Sequence[int] | None = None,
         interleaved: bool = False,
@@ -305,13 +318,52 @@ class KVCache:
                 raise
             self._pages.commit(planned)
 
+    @overload
+    def attend(
+        self,
+        q: A,
+        seqs: int | Sequence[int],
+        layer: int = ...,
+        rope: Tables | None = ...,
+        *,
+        interleaved: bool = ...,
+        cascade: bool = ...,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[CacheKeywords],
+    ) -> A: ...
+    @overload
+    def attend(
+        self,
+        q: A,
+        seqs: int | Sequence[int],
+        layer: int = ...,
+        rope: Tables | None = ...,
+        *,
+        interleaved: bool = ...,
+        cascade: bool = ...,
+        return_lse: Literal[True],
+        **options: Unpack[CacheKeywords],
+    ) -> tuple[A, A]: ...
+    @overload
+    def attend(
+        self,
+        q: A,
+        seqs: int | Sequence[int],
+        layer: int = ...,
+        rope: Tables | None = ...,
+        *,
+        interleaved: bool = ...,
+        cascade: bool = ...,
+        return_lse: bool,
+        **options: Unpack[CacheKeywords],
+    ) -> A | tuple[A, A]: ...
     @reports_shortage
     def attend(
         self,
         q: Any,
         seqs: int | Sequence[int],
         layer: int = 0,
-        rope: tuple[Any, Any] | None = None,
+        rope: Tables | None = None,
         *,
         interleaved: bool = False,
         cascade: bool = False,
@@ -527,6 +579,17 @@ def _integers(op: str, name: str, given: Any) -> tuple[int, ...]:
         raise InvalidArgumentError(
             f"[KVCache.{op}] expected {name} as a sequence of integers, got {given!r}; pass a list"
         ) from None
+
+
+def _quantisation(given: object) -> str:
+    """Return the name of a quantised cache's elements."""
+    name = dtype_name(given)
+    found = next((known for known in QUANTISED if dtype_name(known) == name), None)
+    if found is None:
+        raise InvalidArgumentError(
+            f"[KVCache] expected quantize 'int8' or 'fp8', got {given!r}; pass None to store as dtype says"
+        )
+    return found
 
 
 def _front(device: Any) -> ModuleType:

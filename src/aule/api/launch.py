@@ -9,6 +9,7 @@ from typing import Any
 
 from aule.artifact import SCALAR_FORMATS
 from aule.backends import registry
+from aule.dtypes import KERNEL_NAMES, dtype_name, usual_name
 from aule.errors import InvalidArgumentError
 from aule.frontends import front_end
 from aule.ir import Builder, KernelIR
@@ -17,12 +18,8 @@ from aule.ir import types as ir_types
 __all__ = ["Kernel", "kernel", "launch"]
 
 _ACCESS = ("read", "write", "readwrite")
-_NAMES = {
-    "float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "int8": "i8", "int16": "i16",
-    "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64",
-}  # fmt: skip
-"""The kernel language's name of each element type."""
-_USUAL = {short: name for name, short in _NAMES.items()}
+_TYPES = tuple(name for name in KERNEL_NAMES if name not in ("bool", "float8_e4m3fn"))
+"""Element types of buffers."""
 
 
 class Kernel:
@@ -57,21 +54,21 @@ class Kernel:
                 f"{', '.join(parameters) or 'none'}; name each once, in order"
             )
         for name, kind in parameters.items():
-            if kind not in _ACCESS and _NAMES.get(kind, kind) not in SCALAR_FORMATS:
+            if kind not in _ACCESS and _kernel_name(kind) not in SCALAR_FORMATS:
                 raise InvalidArgumentError(
                     f"[kernel] {self.name} expected {name} to be 'read', 'write', 'readwrite' or the type of a scalar "
-                    f"({', '.join(_USUAL[short] for short in SCALAR_FORMATS)}), got {kind!r}; choose one"
+                    f"({', '.join(map(usual_name, SCALAR_FORMATS))}), got {kind!r}; choose one"
                 )
 
     def trace(self, *elements: str) -> KernelIR:
         """Trace the kernel for buffers of these element types, one for each in order (``"float32"`` ...)."""
         buffers = [name for name, kind in self.parameters.items() if kind in _ACCESS]
-        if len(elements) != len(buffers) or not all(name in _NAMES or name in _USUAL for name in elements):
+        if len(elements) != len(buffers) or not all(dtype_name(name) in _TYPES for name in elements):
             raise InvalidArgumentError(
                 f"[kernel] {self.name} expected the element types of {', '.join(buffers)}, got {elements}; pass names "
-                f"such as {', '.join(_NAMES)}"
+                f"such as {', '.join(_TYPES)}"
             )
-        key = tuple(_NAMES.get(name, name) for name in elements)
+        key = tuple(map(_kernel_name, elements))
         if key not in self._traced:
             self._traced[key] = self._trace(dict(zip(buffers, key, strict=True)))
         return self._traced[key]
@@ -83,7 +80,7 @@ class Kernel:
             if kind in _ACCESS:
                 values.append(b.buffer(name, getattr(ir_types, elements[name]), kind))  # type: ignore[arg-type]
             else:
-                values.append(b.scalar(name, getattr(ir_types, _NAMES.get(kind, kind))))
+                values.append(b.scalar(name, getattr(ir_types, _kernel_name(kind))))
         self._function(b, *values)
         return b.finish()
 
@@ -183,6 +180,10 @@ def checked_grid(grid: int | Sequence[int]) -> tuple[int, int, int]:
         )
     x, y, z = (*axes, 1, 1)[:3]
     return x, y, z
+
+
+def _kernel_name(dtype: object) -> str:
+    return KERNEL_NAMES.get(dtype_name(dtype) or "", "")
 
 
 def element_name(array: Any) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+from aule.api.names import refuses_unknown, unknown_option
+from aule.api.types import A, Array
 from aule.frontends import by_type, front_end
 
 
-def _call(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+def _call(name: str, arrays: tuple[object, ...], options: tuple[object, ...], backend: str | None) -> Any:
     found = by_type.get(type(arrays[0]))
     return (front_end(arrays[0], name) if found is None else found).row_op(name, arrays, options, backend)
 
 
-def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | None = None) -> Any:
+@refuses_unknown
+def rms_norm(
+    x: A, weight: Array | None = None, *, eps: float = 1e-6, backend: str | None = None, **unknown: NoReturn
+) -> A:
     """Divide rows by the root of their mean square: ``x / sqrt(mean(x**2) + eps) * weight``.
 
     Parameters
@@ -32,10 +37,22 @@ def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | No
     array
         The kind, shape, dtype and device of ``x``. Torch tensors have gradients of ``x`` and ``weight``.
     """
-    return _call("rms_norm", (x, weight), (eps,), backend)
+    if unknown:
+        raise unknown_option(rms_norm, unknown)
+    result: A = _call("rms_norm", (x, weight), (eps,), backend)
+    return result
 
 
-def layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5, backend: str | None = None) -> Any:
+@refuses_unknown
+def layer_norm(
+    x: A,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> A:
     """Normalise rows to mean 0 and variance 1: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
     Parameters
@@ -54,12 +71,22 @@ def layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-
     array
         As `rms_norm` returns it.
     """
-    return _call("layer_norm", (x, weight, bias), (eps,), backend)
+    if unknown:
+        raise unknown_option(layer_norm, unknown)
+    result: A = _call("layer_norm", (x, weight, bias), (eps,), backend)
+    return result
 
 
+@refuses_unknown
 def residual_rms_norm(
-    x: Any, residual: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | None = None
-) -> tuple[Any, Any]:
+    x: A,
+    residual: A,
+    weight: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> tuple[A, A]:
     """`rms_norm` of ``x + residual``, and that sum, in one pass over memory.
 
     Parameters
@@ -74,13 +101,23 @@ def residual_rms_norm(
     (array, array)
         The normalised rows, and the new residual ``x + residual``.
     """
-    result: tuple[Any, Any] = _call("residual_rms_norm", (x, residual, weight), (eps,), backend)
+    if unknown:
+        raise unknown_option(residual_rms_norm, unknown)
+    result: tuple[A, A] = _call("residual_rms_norm", (x, residual, weight), (eps,), backend)
     return result
 
 
+@refuses_unknown
 def residual_layer_norm(
-    x: Any, residual: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5, backend: str | None = None
-) -> tuple[Any, Any]:
+    x: A,
+    residual: A,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> tuple[A, A]:
     """`layer_norm` of ``x + residual``, and that sum, in one pass over memory.
 
     Parameters
@@ -95,19 +132,23 @@ def residual_layer_norm(
     (array, array)
         The normalised rows, and the new residual ``x + residual``.
     """
-    result: tuple[Any, Any] = _call("residual_layer_norm", (x, residual, weight, bias), (eps,), backend)
+    if unknown:
+        raise unknown_option(residual_layer_norm, unknown)
+    result: tuple[A, A] = _call("residual_layer_norm", (x, residual, weight, bias), (eps,), backend)
     return result
 
 
+@refuses_unknown
 def cross_entropy(
-    logits: Any,
-    target: Any,
+    logits: A,
+    target: Array,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     backend: str | None = None,
-) -> Any:
+    **unknown: NoReturn,
+) -> A:
     """``log(sum(exp(logits))) - logits[target]`` of each row: PyTorch's ``F.cross_entropy`` for large vocabularies.
 
     Logits are read once and probabilities are never stored: besides the loss, the forward pass saves two numbers per
@@ -141,22 +182,26 @@ def cross_entropy(
         A target in host memory is neither a column nor ``ignore_index``. On a device such a row's loss and gradient
         are NaN.
     """
-    found: tuple[Any, Any, Any] = _call(
+    if unknown:
+        raise unknown_option(cross_entropy, unknown)
+    found: tuple[A, A, A] = _call(
         "cross_entropy", (logits, target), (ignore_index, label_smoothing, reduction, False), backend
     )
     return found[0]
 
 
+@refuses_unknown
 def layer_norm_linear(
-    x: Any,
-    weight_norm: Any,
-    bias_norm: Any,
-    weight: Any,
-    bias: Any = None,
+    x: A,
+    weight_norm: Array | None,
+    bias_norm: Array | None,
+    weight: Array,
+    bias: Array | None = None,
     *,
     eps: float = 1e-5,
     backend: str | None = None,
-) -> Any:
+    **unknown: NoReturn,
+) -> A:
     """``layer_norm(x, weight_norm, bias_norm) @ weight.T + bias``; the normalised rows never reach memory.
 
     Parameters
@@ -183,10 +228,14 @@ def layer_norm_linear(
     are rounded to the dtype of ``x``, as when the two ops are computed one after the other. Under PyTorch's autocast,
     if ``x`` has its dtype, a float32 ``weight`` is converted to it.
     """
-    return _call("layer_norm_linear", (x, weight_norm, bias_norm, weight, bias), (eps,), backend)
+    if unknown:
+        raise unknown_option(layer_norm_linear, unknown)
+    result: A = _call("layer_norm_linear", (x, weight_norm, bias_norm, weight, bias), (eps,), backend)
+    return result
 
 
-def swiglu(gate: Any, up: Any = None, *, backend: str | None = None) -> Any:
+@refuses_unknown
+def swiglu(gate: A, up: A | None = None, *, backend: str | None = None, **unknown: NoReturn) -> A:
     """``silu(gate) * up``, where ``silu(x) = x / (1 + exp(-x))``, which ONNX calls Swish.
 
     Parameters
@@ -204,10 +253,21 @@ def swiglu(gate: Any, up: Any = None, *, backend: str | None = None) -> Any:
     array
         ``[..., length]``, of the kind, dtype and device of ``gate``. Torch tensors have gradients.
     """
-    return _call("swiglu", (gate, up), (), backend)
+    if unknown:
+        raise unknown_option(swiglu, unknown)
+    result: A = _call("swiglu", (gate, up), (), backend)
+    return result
 
 
-def geglu(gate: Any, up: Any = None, *, approximate: str = "none", backend: str | None = None) -> Any:
+@refuses_unknown
+def geglu(
+    gate: A,
+    up: A | None = None,
+    *,
+    approximate: str = "none",
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> A:
     """``gelu(gate) * up``.
 
     Parameters
@@ -223,20 +283,25 @@ def geglu(gate: Any, up: Any = None, *, approximate: str = "none", backend: str 
     array
         As `swiglu` returns it.
     """
-    return _call("geglu", (gate, up), (approximate,), backend)
+    if unknown:
+        raise unknown_option(geglu, unknown)
+    result: A = _call("geglu", (gate, up), (approximate,), backend)
+    return result
 
 
+@refuses_unknown
 def rope(
-    x: Any,
-    cos: Any,
-    sin: Any,
+    x: A,
+    cos: Array,
+    sin: Array,
     *,
     interleaved: bool = False,
-    position_ids: Any = None,
+    position_ids: Array | None = None,
     rotary_dim: int | None = None,
     inplace: bool = False,
     backend: str | None = None,
-) -> Any:
+    **unknown: NoReturn,
+) -> A:
     """Rotary position embedding: pairs of columns are rotated by the angles of their position.
 
     ``(a, b) -> (a * cos - b * sin, b * cos + a * sin)``.
@@ -268,21 +333,26 @@ def rope(
         The kind, shape, dtype and device of ``x``; ``x`` itself with ``inplace``. Torch tensors have a gradient, and
         the memory layout of ``x``.
     """
-    return _call("rope", (x, cos, sin, position_ids), (interleaved, rotary_dim, inplace), backend)
+    if unknown:
+        raise unknown_option(rope, unknown)
+    result: A = _call("rope", (x, cos, sin, position_ids), (interleaved, rotary_dim, inplace), backend)
+    return result
 
 
+@refuses_unknown
 def rms_norm_rope(
-    x: Any,
-    weight: Any,
-    cos: Any,
-    sin: Any,
+    x: A,
+    weight: Array | None,
+    cos: Array,
+    sin: Array,
     *,
     eps: float = 1e-6,
     interleaved: bool = False,
-    position_ids: Any = None,
+    position_ids: Array | None = None,
     rotary_dim: int | None = None,
     backend: str | None = None,
-) -> Any:
+    **unknown: NoReturn,
+) -> A:
     """`rope` of `rms_norm` of the heads of ``x``, in one pass over memory.
 
     Parameters
@@ -299,19 +369,24 @@ def rms_norm_rope(
     array
         The kind, shape, dtype and device of ``x``. Torch tensors have gradients of ``x`` and ``weight``.
     """
-    return _call("rms_norm_rope", (x, weight, cos, sin, position_ids), (interleaved, rotary_dim, eps), backend)
+    if unknown:
+        raise unknown_option(rms_norm_rope, unknown)
+    result: A = _call("rms_norm_rope", (x, weight, cos, sin, position_ids), (interleaved, rotary_dim, eps), backend)
+    return result
 
 
+@refuses_unknown
 def softmax_dropout(
-    x: Any,
+    x: A,
     *,
     dropout_p: float = 0.0,
     seed: int | None = None,
-    mask: Any = None,
+    mask: Array | None = None,
     causal: bool = False,
     scale: float = 1.0,
     backend: str | None = None,
-) -> Any:
+    **unknown: NoReturn,
+) -> A:
     """``dropout(softmax(scale * x + mask))`` along the last axis.
 
     Parameters
@@ -340,4 +415,7 @@ def softmax_dropout(
         The kind, shape, dtype and device of ``x``. A row without columns that count is zero. Torch tensors have a
         gradient of ``x``.
     """
-    return _call("softmax_dropout", (x, mask, seed), (dropout_p, causal, scale), backend)
+    if unknown:
+        raise unknown_option(softmax_dropout, unknown)
+    result: A = _call("softmax_dropout", (x, mask, seed), (dropout_p, causal, scale), backend)
+    return result

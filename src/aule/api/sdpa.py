@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from aule.api.names import refuses_unknown, unknown_option
 from aule.api.stats import DispatchStats
+from aule.api.types import A
 from aule.backends import registry
 from aule.engine import observe
 from aule.errors import BackendUnavailableError
@@ -41,16 +43,18 @@ _passed_on: Counter[str] = Counter()
 _ops: Counter[str] = Counter()
 
 
+@refuses_unknown
 def scaled_dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: A,
+    key: A,
+    value: A,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+    **unknown: NoReturn,
+) -> A:
     """Compute attention on torch tensors, with the signature and meaning of PyTorch's function of this name.
 
     Parameters
@@ -64,7 +68,8 @@ def scaled_dot_product_attention(
         Probability with which each weight is dropped. `torch.manual_seed` makes it repeatable; other weights are
         dropped than by PyTorch's own function.
     is_causal : bool
-        Row ``i`` attends to keys up to ``i``, counted from the first of each.
+        Row ``i`` attends to keys up to ``i``, counted from the first of each. False by default as in PyTorch, whereas
+        ``causal`` of `flash_attention` is True by default.
     scale : float, optional
         Factor of the scores; default ``1 / sqrt(head_dim)``.
     enable_gqa : bool
@@ -81,8 +86,11 @@ def scaled_dot_product_attention(
     Query, key, value and a float mask have gradients; second derivatives are not supported. Autocast applies. CPU
     tensors are computed by the CPU engine (extra ``cpu``) if it is installed.
     """
+    if unknown:
+        raise unknown_option(scaled_dot_product_attention, unknown)
     function = _front_end("scaled_dot_product_attention").scaled_dot_product_attention
-    return function(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    result: A = function(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return result
 
 
 def install(backend: str | None = None, verbose: bool = False) -> None:
@@ -147,7 +155,13 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed(backend: str | None = None, verbose: bool = False) -> Iterator[None]:
-    """`install` for a ``with`` block, and restore the state before it."""
+    """`install` for a ``with`` block, and restore the state before it.
+
+    Parameters
+    ----------
+    backend, verbose
+        As for `install`.
+    """
     before = _now
     install(backend, verbose)
     try:
@@ -168,6 +182,11 @@ def register_flash_attention_impl(name: str = "aule") -> None:
     Calls are counted in `dispatch_stats`. CUDA tensors are not affected.
 
     Needs a PyTorch with that registry (2.13 has it) and the CPU engine (extra ``cpu``).
+
+    Parameters
+    ----------
+    name : str
+        The name to activate it by.
     """
     _front_end("register_flash_attention_impl")
     from aule.frontends.torch.sdpa import flash

@@ -6,6 +6,7 @@ A backend is imported and probed on first use. The result of a probe is kept for
 from __future__ import annotations
 
 import copy
+import difflib
 import importlib
 import logging
 import os
@@ -25,6 +26,7 @@ from aule.errors import (
 )
 from aule.ir import KernelIR
 from aule.runtime._exit import in_flight
+from aule.runtime._gpu_files import may_have_gpu
 from aule.runtime.base import Device
 from aule.target import Target
 
@@ -65,8 +67,25 @@ BACKENDS: tuple[Backend, ...] = (
 )
 """All backends in order of preference. NumPy, which needs no device, comes last."""
 
+_WITH_SOFTWARE = ("vulkan", "opencl", "webgpu")
+"""Backends whose drivers exist in software too. Listing their devices takes a tenth of a second and more."""
+
 NUMPY = "numpy"
 NAMES: tuple[str, ...] = (*(b.name for b in BACKENDS), NUMPY)
+
+_MEANT = {
+    "gpu": "name its backend: 'cuda' (NVIDIA), 'metal' (Apple), 'vulkan', 'opencl' or 'webgpu'",
+    "auto best default any": "pass None for the best device",
+    "rocm hip amd": "AMD GPUs are served by 'vulkan' or 'opencl'",
+    "xpu sycl oneapi intel": "Intel GPUs are served by 'vulkan' or 'opencl'",
+    "mps mlx apple": "Apple GPUs are served by 'metal'",
+    "directml dml dx12 d3d12": "on Windows, GPUs are served by 'cuda' (NVIDIA), 'vulkan' or 'webgpu'",
+    "nvidia triton cudnn ptx": "NVIDIA GPUs are served by 'cuda'",
+    "wgpu wgsl": "it is called 'webgpu'",
+    "llvm x86 arm host": "processors are served by 'cpu'",
+    "torch pytorch jax": "pass its arrays as they are, and None for the device they are on",
+}
+"""What to say about names that other libraries have for devices."""
 
 _lock = threading.RLock()
 _found: dict[str, list[Device]] = {}
@@ -167,7 +186,8 @@ def choose(spec: str | None = None) -> Device | None:
     """Choose the device for arrays in host memory; None means NumPy.
 
     ``spec`` (else ``AULE_BACKEND``) forces a backend (``"vulkan"``) or a device (``"vulkan:1"``) and raises if it is
-    missing. Without it the first hardware device in order of preference is chosen, never a software renderer. An
+    missing. Without it the first hardware device in order of preference is chosen, never a software renderer; drivers
+    are asked in that order, until one has it, and not at all where the system shows no GPU (`may_have_gpu`). An
     invalid environment variable raises too, instead of silently excluding a device.
     """
     wanted = settings.backend() if spec is None else requested_backend(spec)
@@ -176,6 +196,8 @@ def choose(spec: str | None = None) -> Device | None:
     for candidate in BACKENDS:
         if candidate.name in _errors and os.getpid() == _pid:
             continue  # raising the error again would take longer than a small attention call
+        if candidate.name in _WITH_SOFTWARE and candidate.name not in _found and not may_have_gpu():
+            continue  # its driver would list software devices only, which are not chosen
         try:
             hardware = [d for d in devices(candidate.name) if not d.target.software]
         except (InvalidArgumentError, ClosedError):
@@ -188,17 +210,20 @@ def choose(spec: str | None = None) -> Device | None:
 
 
 def requested_backend(spec: str | None) -> str | None:
-    """Return the backend that a call's ``backend=`` forces, else ``AULE_BACKEND``; None if neither is set."""
+    """Return the backend that a call's ``backend=`` forces, else ``AULE_BACKEND``; None if neither is set.
+
+    Case and surrounding spaces do not matter.
+    """
     if spec is not None and not isinstance(spec, str):
         raise InvalidArgumentError(
             f"[backend] expected a name such as 'vulkan' or 'cuda:1', got {spec!r}; pass None for the best device"
         )
-    return spec or settings.backend()
+    return (spec and spec.strip().lower()) or settings.backend()
 
 
 def find(spec: str) -> Device | None:
     """Return the device named by ``"backend"`` or ``"backend:index"``; None for ``"numpy"``."""
-    requested_backend(spec)  # checks the type
+    spec = requested_backend(spec) or ""
     name, colon, number = spec.partition(":")
     if spec == NUMPY:
         return None
@@ -207,9 +232,7 @@ def find(spec: str) -> Device | None:
             name, f"[{name}] expected {name!r} without an index, got {spec!r}; drop the index, NumPy is not a device"
         )
     if name not in NAMES:
-        raise _unknown(
-            name, f"[backend] expected one of {', '.join(NAMES)}, got {spec!r}; aule.print_backend_info() lists devices"
-        )
+        raise _unknown(name, f"[backend] expected one of {', '.join(NAMES)}, got {spec!r}; {_meant(name)}")
     found = devices(name)
     if not colon:
         return found[0]
@@ -217,6 +240,15 @@ def find(spec: str) -> Device | None:
         have = ", ".join(f"{name}:{d.index} ({d.target.name})" for d in found)
         raise BackendUnavailableError(name, f"[{name}] expected one of {have}, got {spec!r}; choose one of these")
     return found[int(number)]
+
+
+def _meant(name: str) -> str:
+    """The remedy for an unknown backend."""
+    for names, remedy in _MEANT.items():
+        if name in names.split():
+            return remedy
+    close = difflib.get_close_matches(name, NAMES, 1)
+    return f"did you mean {close[0]!r}?" if close else "aule.print_backend_info() lists devices"
 
 
 def forget() -> None:

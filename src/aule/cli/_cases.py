@@ -123,5 +123,8 @@ CASES: tuple[Case, ...] = (
 )
 """Cases in the order of the printed table. fp64 runs only with NumPy and on the CPU."""
 
+QUICK: tuple[Case, ...] = tuple(c for c in CASES if c.name in ("fp32 causal", "bf16 causal", "boolean mask"))
+"""The cases of ``aule check --quick``."""
+
 HEADLINE = Case("headline", heads=(8, 8), seqs=(1024, 1024), dims=(64, 64), options=CAUSAL)
 """The case that the first line of ``aule check`` reports."""

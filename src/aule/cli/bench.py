@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from typing import Any
 from aule._version import __version__
 from aule.api.info import table
 from aule.backends import registry
+from aule.cli._figures import duration, speed
 from aule.cli._measure import QUICK_ROUNDS, ROUNDS, Result
 from aule.cli._progress import Progress
 from aule.errors import BackendUnavailableError, InvalidArgumentError
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         )
     for path in (args.json, args.csv, args.plot):
         _check_path(path)
-    draw = _plotter() if args.plot else None
+    draw = _plotter(args.plot) if args.plot else None
     document = _measured(args.backend, args.quick, groups, quiet=args.json == "-")
     if args.json == "-":
         print(json.dumps(document, indent=2))
@@ -81,6 +83,7 @@ def _measured(backend: str | None, quick: bool, groups: tuple[str, ...], quiet: 
         "driver": found.target.driver,
         "torch": torch_version,
         "python": platform.python_version(),
+        "busy": _busy(),
     }
     results: list[Result] = []
     work = [(label, measure) for label, measure in bench.cases() if label.split()[0] in groups]
@@ -92,6 +95,8 @@ def _measured(backend: str | None, quick: bool, groups: tuple[str, ...], quiet: 
     with Progress(len(work)) as progress:
         if not quiet:
             progress.line(_headline(document))
+            if document["busy"]:
+                progress.line("Other programs keep this machine busy: times are longer than they should be, and vary.")
         for label, measure in work:
             progress.step(label)
             results.append(measure())
@@ -99,6 +104,14 @@ def _measured(backend: str | None, quick: bool, groups: tuple[str, ...], quiet: 
     if not quiet:
         print("\n".join(["", *_rows(results)]))
     return document
+
+
+def _busy() -> bool:
+    """Whether other programs use more than half of the processors; unknown, and so False, on Windows."""
+    try:
+        return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+    except (AttributeError, OSError):
+        return False
 
 
 def _bench(device: str, quick: bool) -> tuple[Any, str | None]:
@@ -131,24 +144,13 @@ def _rows(results: list[Result]) -> list[str]:
                 result.group,
                 result.name,
                 result.dtype,
-                _time(result.seconds),
-                _speed(result.rate, result.unit),
+                duration(result.seconds),
+                speed(result.rate, result.unit),
                 "-" if result.ratio is None else f"{result.ratio:.2f}x",
-                "-" if result.peer_seconds is None else f"{result.peer}, {_time(result.peer_seconds)}",
+                "-" if result.peer_seconds is None else f"{result.peer}, {duration(result.peer_seconds)}",
             )
         )
     return table(rows)
-
-
-def _time(seconds: float) -> str:
-    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"
-
-
-def _speed(rate: float, unit: str) -> str:
-    """Three digits or more, so that a slow device is not 0.00."""
-    if rate >= 1e3:
-        rate, unit = rate / 1e3, unit.replace("G", "T", 1)
-    return f"{rate:.3g} {unit}" if rate < 100 else f"{rate:.0f} {unit}"
 
 
 def _as_csv(document: dict[str, Any]) -> str:
@@ -161,14 +163,25 @@ def _as_csv(document: dict[str, Any]) -> str:
     return out.getvalue()
 
 
+_ABOUT = ("date", "aule", "device", "name", "torch")
+_CASE = ("group", "name", "dtype", "seconds")
+
+
 def _read(path: str) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = json.loads(Path(path).read_text())
-        document["results"][0]["seconds"]
+        document: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        for name in _ABOUT:
+            document[name]
+        for result in document["results"]:
+            for name in _CASE:
+                result[name]
+            if not result["seconds"] > 0:
+                raise ValueError(f"a time of {result['seconds']}")
     except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = f"no {error}" if isinstance(error, LookupError) else getattr(error, "strerror", None) or error
         raise InvalidArgumentError(
-            f"[bench] expected a file written by `aule bench --json`, got {path} ({type(error).__name__}: {error}); "
-            "pass two of them to --compare"
+            f"[bench] expected a file written by `aule bench --json`, got {path} ({reason}); pass two of them to "
+            "--compare"
         ) from None
     return document
 
@@ -181,7 +194,7 @@ def _compared(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for result in new["results"]:
         known = before.get((result["group"], result["name"], result["dtype"]))
         if known is not None:
-            times = (_time(known["seconds"]), _time(result["seconds"]))
+            times = (duration(known["seconds"]), duration(result["seconds"]))
             faster = f"{known['seconds'] / result['seconds']:.2f}x as fast"
             rows.append((result["group"], result["name"], result["dtype"], *times, faster))
     return [*lines, *(table(rows) if len(rows) > 1 else ["The two have no case in common."])]
@@ -189,17 +202,28 @@ def _compared(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def _check_path(path: str | None) -> None:
     """Refuse a file that cannot be written before anything is measured."""
-    if path not in (None, "-") and not Path(path).parent.is_dir():
+    if path is None or path == "-":
+        return
+    file = Path(path)
+    there = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
         raise InvalidArgumentError(
-            f"[bench] expected a file in a folder that exists, got {path}; create {Path(path).parent} first"
-        )
+            f"[bench] expected a file that can be written, got {path} ({error.strerror or error}); choose another path"
+        ) from None
+    if not there:
+        file.unlink()
 
 
-def _plotter() -> Callable[[dict[str, Any], str], None]:
+def _plotter(path: str) -> Callable[[dict[str, Any], str], None]:
+    from aule.cli._bench_plot import SUFFIXES, plot
+
+    if Path(path).suffix not in SUFFIXES:
+        raise InvalidArgumentError(f"[bench] expected --plot with {', '.join(SUFFIXES)}, got {path}; rename it")
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError(
             '[bench] expected matplotlib for --plot, got none; pip install "aule-attention[bench]"'
         )
-    from aule.cli._bench_plot import plot
-
     return plot

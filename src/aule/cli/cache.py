@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 
 from aule import settings
 from aule.api.info import table
+from aule.errors import InvalidArgumentError
 from aule.store import sweep
 from aule.store.folder import Untrusted
 
@@ -29,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    root = str(settings.cache_dir())
+    root, limit = str(settings.cache_dir()), settings.cache_size()
+    if os.path.exists(root) and not os.path.isdir(root):
+        raise InvalidArgumentError(f"[cache] expected a folder, got the file {root}; change AULE_CACHE_DIR")
     try:
         if args.clear or args.clear_tuned:
             sweep.clear(root, tuned=args.clear_tuned)
@@ -40,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
     total = sum(size for _, size in found.values())
     if args.json:
         folders = {name: {"files": count, "bytes": size} for name, (count, size) in found.items()}
-        answer = {"path": root, "bytes": total, "limit": settings.cache_size(), "on": settings.disk_cache()}
+        answer = {"path": root, "bytes": total, "limit": limit, "on": settings.disk_cache()}
         print(json.dumps(answer | {"folders": folders}, indent=2))
         return 0
     print(root + ("" if settings.disk_cache() else " (switched off by AULE_DISK_CACHE)"))
     rows = [(name, f"{count} files", _mib(size), _KINDS.get(name, "")) for name, (count, size) in sorted(found.items())]
     print("\n".join([*(f"  {line}" for line in table(rows))] if rows else ["  empty"]))
-    print(f"{_mib(total)} of at most {settings.cache_size() >> 20} MiB (AULE_CACHE_SIZE)")
+    print(f"{_mib(total)} of at most {limit >> 20} MiB (AULE_CACHE_SIZE)")
     return 0
 
 

@@ -15,7 +15,8 @@ from aule._version import __version__
 from aule.api.attention import flash_attention
 from aule.api.context import Aule
 from aule.backends import registry
-from aule.cli._cases import CASES, HEADLINE, Case
+from aule.cli._cases import CASES, HEADLINE, QUICK, Case
+from aule.cli._figures import duration, speed
 from aule.cli._progress import Progress
 from aule.frontends.numpy import bfloat16
 from aule.ops.attention.reference import compare
@@ -51,6 +52,7 @@ class Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--backend", metavar="SPEC", help="check only this backend ('vulkan') or device ('vulkan:1')")
+    parser.add_argument("--quick", action="store_true", help="a few cases on each device, in seconds")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
@@ -58,10 +60,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     devices = _devices(args.backend)
     refused = {} if args.backend else registry.errors()
-    best = _best(args.backend)
+    best, cases = _best(args.backend), QUICK if args.quick else CASES
+    work = [(device, case) for device in devices for case in cases if _applies(device, case)]
     if args.json:
         headline = _check(best, HEADLINE)
-        results = [_check(device, case) for device in devices for case in CASES if _applies(device, case)]
+        results = [_check(device, case) for device, case in work]
         answer = {
             "version": __version__,
             "headline": asdict(headline),
@@ -70,12 +73,13 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(answer, indent=2))
     else:
-        headline, results = _run_printing(best, devices, refused)
+        headline, results = _run_printing(best, devices, refused, work)
     return int(any(r.status == _WRONG for r in (headline, *results)))
 
 
-def _run_printing(best: str, devices: dict[str, str], refused: dict[str, str]) -> tuple[Result, list[Result]]:
-    work = [(device, case) for device in devices for case in CASES if _applies(device, case)]
+def _run_printing(
+    best: str, devices: dict[str, str], refused: dict[str, str], work: list[tuple[str, Case]]
+) -> tuple[Result, list[Result]]:
     with Progress(len(work) + 1) as progress:
         progress.step(f"{best} {HEADLINE.name}")
         headline = _check(best, HEADLINE)
@@ -181,9 +185,8 @@ def _headline(result: Result, name: str) -> str:
     what = f"attention [{p.batch}, {p.heads_q}, {p.seq_q}, {p.head_dim}] float32 causal on {result.device} ({name})"
     if result.seconds is None:
         return f"{what}: {result.status}, {result.message}"
-    speed = p.flops / result.seconds / 1e9
     verdict = f"error {result.error:.1e} of {result.tolerance:.1e} allowed"
-    took = f"{1e3 * result.seconds:.1f} ms, {speed:.0f} GFLOP/s with copies"
+    took = f"{duration(result.seconds)}, {speed(p.flops / result.seconds / 1e9, 'GFLOP/s')} with copies"
     return f"{what}: {result.status}, {verdict}, {took}{result.message and f'; {result.message}'}"
 
 
@@ -191,16 +194,16 @@ def _cells(result: Result) -> tuple[str, ...]:
     def number(x: float | None) -> str:
         return "-" if x is None else f"{x:.1e}"
 
-    def milliseconds(x: float | None) -> str:
-        return "-" if x is None else f"{1e3 * x:.1f} ms"
+    def time_taken(x: float | None) -> str:
+        return "-" if x is None else duration(x)
 
     return (
         result.device,
         result.case,
         number(result.error),
         number(result.tolerance),
-        milliseconds(result.first_seconds),
-        milliseconds(result.seconds),
+        time_taken(result.first_seconds),
+        time_taken(result.seconds),
         f"{result.status} {result.message}".rstrip(),
     )
 

@@ -1,62 +1,111 @@
-"""``aule show``: prints the code of a kernel."""
+"""``aule show``: prints the code of the kernels of any op, in any language."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+from aule import settings
+from aule.api.info import table
 from aule.backends import registry
-from aule.codegen import TARGETS, target_for
+from aule.cli._launches import ALIASES, OPS, Sizes, about, directions, launches
+from aule.codegen import TARGETS, generate, target_for
 from aule.errors import InvalidArgumentError
-from aule.kernels import AttentionKernel
+from aule.ir import KernelIR
 from aule.target import Target
 
-_KERNELS = ("attention", "flash_attention")
+NATIVE, IR = "native", "ir"
+LANGUAGES: dict[str, str] = {
+    "ptx": "NVIDIA GPUs through CUDA",
+    "spirv": "Vulkan; binary, so add --output kernel.spv",
+    "opencl": "OpenCL C",
+    "wgsl": "WebGPU",
+    "msl": "Metal",
+    "llvm": "LLVM IR for CPUs",
+    NATIVE: "assembly for the CPU of this machine",
+    IR: "aule's own kernel language, before it is translated",
+}
+"""What ``--language`` takes. Backends' names are understood too."""
 _DEFAULT_LANGUAGE = "ptx"
+_COMMENTS = {"llvm": ";", NATIVE: "#", IR: "#"}
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "f32": "f32", "f16": "f16", "bf16": "bf16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("kernel", choices=_KERNELS, help="the kernel")
+    parser.add_argument("op", nargs="?", help="an operation, as flash_attention or rms_norm; see --list")
+    parser.add_argument("--list", action="store_true", help="list the operations and languages")
+    parser.add_argument("--backward", action="store_true", help="the gradient's kernels")
     parser.add_argument(
-        "--language",
-        choices=(*TARGETS, "ir"),
-        help=f"kernel language, or the IR as text; default: the device's, or {_DEFAULT_LANGUAGE}",
+        "--language", metavar="NAME", help=f"as in --list; default: the device's, or {_DEFAULT_LANGUAGE}"
     )
     parser.add_argument("--backend", metavar="SPEC", help="compile for this device, as 'vulkan:0'")
     parser.add_argument("--arch", metavar="SM", help="NVIDIA architecture for PTX, as 'sm_90'")
-    parser.add_argument("--seq-len", type=int, default=1024, metavar="N", help="sequence length (default 1024)")
+    parser.add_argument("--launch", type=int, metavar="N", help="only the N-th of an operation's launches, from 1")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="float32", help="element type (default float32)")
+    parser.add_argument("--seq-len", type=int, default=1024, metavar="N", help="queries and keys (default 1024)")
     parser.add_argument("--head-dim", type=int, default=64, metavar="N", help="head dimension (default 64)")
     parser.add_argument("--heads", type=int, default=1, metavar="N", help="query heads (default 1)")
     parser.add_argument("--kv-heads", type=int, metavar="N", help="key and value heads (default: as query heads)")
-    parser.add_argument("--dtype", choices=("f32", "f16", "bf16"), default="f32", help="element type (default f32)")
     parser.add_argument("--causal", action="store_true", help="row i attends to keys 0..i")
-    parser.add_argument("--tiles", metavar="QxKV", help="tiles, as '64x32' (default: the target's)")
+    parser.add_argument("--tiles", metavar="QxKV", help="tiles of flash_attention, as '64x32' (default: the target's)")
+    parser.add_argument("--rows", type=int, default=1024, metavar="N", help="of a row operation (default 1024)")
+    parser.add_argument("--columns", type=int, default=4096, metavar="N", help="of a row operation (default 4096)")
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="write to this file instead of printing")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    kernel = AttentionKernel(
-        args.seq_len,
-        args.head_dim,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        causal=args.causal,
-        dtype=args.dtype,
-        tiles=None if args.tiles is None else _tiles(args.tiles),
-    )
-    target = _target(args)
-    if args.language == "ir":
-        code: str | bytes = str(kernel.build(target))
-    else:
-        code = kernel.emit(args.language or registry.backend(target.backend).language, target)
-    if args.output is not None:
-        args.output.write_bytes(code if isinstance(code, bytes) else code.encode())
+    if args.list:
+        print("\n".join(_listed()))
+        return 0
+    op, language = _op(args.op), None if args.language is None else _language(args.language)
+    target = _target(args, language)
+    language = language or registry.backend(target.backend).language
+    direction = "backward" if args.backward else "forward"
+    planned = launches(op, direction, _sizes(args), target)
+    if not planned:
+        raise InvalidArgumentError("[show] expected arrays with elements, got empty ones; choose larger sizes")
+    chosen = range(1, len(planned) + 1)
+    if args.launch is not None or (language == "spirv" and len(planned) > 1):
+        if args.launch not in chosen:
+            raise InvalidArgumentError(
+                f"[show] expected --launch from 1 to {len(planned)}, because {op} {direction} has as many launches"
+                f"{' and SPIR-V is binary' if language == 'spirv' else ''}, got {args.launch or 'none'}; name one"
+            )
+        chosen = range(args.launch, args.launch + 1)
+    texts: list[str] = []
+    for number in chosen:
+        kernel = planned[number - 1].build()
+        code = _code(kernel, language, target)
+        if isinstance(code, bytes):
+            return _write(code, args.output)
+        which = f"launch {number} of {len(planned)}: {kernel.name}, grid {planned[number - 1].grid}"
+        note = f"{op} {direction}, {which}, {target.name}"
+        texts.append(f"{_COMMENTS.get(language, '//')} {note}\n{code.rstrip()}\n")
+    return _write("\n".join(texts), args.output)
+
+
+def _code(kernel: KernelIR, language: str, target: Target) -> str | bytes:
+    if language == IR:
+        return str(kernel)
+    artifact = generate(kernel, target)
+    if language == NATIVE:
+        from aule.runtime import _cpu_llvm
+
+        return _cpu_llvm.assembly(_cpu_llvm.machine(settings.cpu_features()), artifact.text)
+    return artifact.code if language == "spirv" else artifact.text
+
+
+def _write(code: str | bytes, output: Path | None) -> int:
+    if output is not None:
+        output.write_bytes(code if isinstance(code, bytes) else code.encode())
     elif isinstance(code, str):
-        print(code)
+        print(code, end="")
     elif sys.stdout.isatty():
         raise InvalidArgumentError(
             "[show] expected a file for SPIR-V, which is binary, got a terminal; add --output kernel.spv, "
@@ -64,25 +113,88 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         sys.stdout.buffer.write(code)
+        sys.stdout.buffer.flush()
     return 0
 
 
-def _target(args: argparse.Namespace) -> Target:
-    if args.backend is None:
-        language = args.language if args.language in TARGETS else _DEFAULT_LANGUAGE
-        target = target_for(language)
-    else:
-        device = registry.find(args.backend)
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _listed() -> list[str]:
+    other = {name: alias for alias, name in ALIASES.items()}
+    rows = [("operation", "directions", "")]
+    for op in OPS:
+        alias = f" (also {other[op]})" if op in other else ""
+        rows.append((op, ", ".join(directions(op)), about(op) + alias))
+    languages = table([("language", ""), *LANGUAGES.items()])
+    return [*table(rows), "", *languages, "", "Example: aule show rms_norm --backward --language wgsl"]
+
+
+def _op(name: str | None) -> str:
+    if name is None:
+        raise InvalidArgumentError("[show] expected an operation, as flash_attention, got none; --list names them all")
+    found = ALIASES.get(name, name)
+    if found not in OPS:
+        raise InvalidArgumentError(f"[show] expected one of {', '.join(OPS)}, got {name!r}{_meant(name, OPS)}")
+    return found
+
+
+def _language(name: str) -> str:
+    lower = name.lower()
+    named = {"asm": NATIVE} | {b.name: b.language for b in registry.BACKENDS} | dict.fromkeys(LANGUAGES, "")
+    if lower not in named:
+        raise InvalidArgumentError(
+            f"[show] expected --language of {', '.join(LANGUAGES)}, got {name!r}{_meant(lower, tuple(LANGUAGES))}"
+        )
+    return named[lower] or lower
+
+
+def _meant(name: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else "; aule show --list says what each one is"
+
+
+def _target(args: argparse.Namespace, language: str | None) -> Target:
+    """The device to compile for: the one that was named, or the usual one of the language."""
+    if args.backend is not None or language == NATIVE:
+        device = registry.find(args.backend or "cpu")
         if device is None:
             raise InvalidArgumentError(
                 "[show] expected a backend that compiles kernels, got numpy; leave --backend out"
             )
         target = device.target
-    return target if args.arch is None else replace(target, arch=args.arch)
+        own = registry.backend(target.backend).language
+        if language not in (None, IR, own) and not (language == NATIVE and own == "llvm"):
+            raise InvalidArgumentError(
+                f"[show] expected --language {own} for {args.backend}, got {language}; leave one of the two out"
+            )
+    else:
+        target = target_for(language if language in TARGETS else _DEFAULT_LANGUAGE)
+    if args.arch is None:
+        return target
+    if target.backend != "cuda" or not re.fullmatch(r"sm_\d{2,3}[af]?", args.arch):
+        raise InvalidArgumentError(
+            f"[show] expected --arch as sm_90, for ptx, got {args.arch!r} for {target.backend}; change or leave it out"
+        )
+    return replace(target, arch=args.arch)
+
+
+def _sizes(args: argparse.Namespace) -> Sizes:
+    for name in ("seq_len", "head_dim", "heads", "kv_heads", "rows", "columns"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InvalidArgumentError(
+                f"[show] expected --{name.replace('_', '-')} of at least 1, got {value}; raise it"
+            )
+    tiles = None if args.tiles is None else _tiles(args.tiles)
+    return Sizes(
+        _DTYPES[args.dtype], args.seq_len, args.head_dim, args.heads, args.kv_heads, args.causal, tiles, args.rows,
+        args.columns,
+    )  # fmt: skip
 
 
 def _tiles(text: str) -> tuple[int, int]:
     q, _, kv = text.partition("x")
     if not (q.isdigit() and kv.isdigit()):
-        raise InvalidArgumentError(f"[show] expected --tiles as 64x32, got {text!r}")
+        raise InvalidArgumentError(f"[show] expected --tiles as 64x32, got {text!r}; queries come first")
     return int(q), int(kv)

@@ -15,8 +15,6 @@ from aule.engine.probe import find_layout
 from aule.engine.run import PreparedCall, prepare
 from aule.errors import AuleError
 from aule.ops.attention import numpy_forward
-from aule.ops.attention.plan.backward import plan_backward
-from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
@@ -59,6 +57,8 @@ def forward_plan(
     check_memory(_OP, views, device)
     if problem.dtype in ("f16", "bf16") or problem.precision is not None:
         find_layout(device)
+    from aule.ops.attention.plan.forward import plan_forward  # imported late: a CPU's first call is to be quick
+
     return plan_forward(problem, views, device.target, aligned_base)
 
 
@@ -76,6 +76,8 @@ def backward_plan(
     check_memory(_OP, views, device)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
+    from aule.ops.attention.plan.backward import plan_backward
+
     return plan_backward(problem, views, device.target, aligned_base)
 
 

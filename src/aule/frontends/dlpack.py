@@ -12,6 +12,7 @@ from aule.frontends import numpy as numpy_front_end
 from aule.ir import KernelIR
 from aule.ops.attention.varlen import OP
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.shared.checks import wrong_kind
 from aule.options import AttentionOptions, DecodeOptions
 from aule.runtime.base import Grid
 
@@ -84,7 +85,7 @@ def launch(kernel: KernelIR, grid: Grid, args: Sequence[Any], backend: str | Non
 
 
 def to_precision(array: Any, precision: str) -> Any:
-    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; the result comes from the array's namespace."""
+    """Convert floats to a dtype (``"float16"`` ...); the result comes from the array's namespace."""
     return _back(numpy_front_end.to_precision(host(array, "array"), precision), array)
 
 
@@ -118,9 +119,7 @@ def host(array: Any, name: str, op: str = "flash_attention", like: str = "q") ->
     if isinstance(array, np.ndarray):
         return array
     if not accepts(array):
-        raise InvalidDtypeError(
-            f"[{op}] expected {name} with __dlpack__ like {like}, got {type(array).__name__}; convert it first"
-        )
+        raise wrong_kind(op, name, "an array with __dlpack__", like, array)
     kind = int(array.__dlpack_device__()[0])
     if kind not in _HOST_DEVICES:
         raise DeviceMismatchError(

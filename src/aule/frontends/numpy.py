@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.backends import registry
+from aule.dtypes import KERNEL_NAMES, dtype_name
 from aule.engine.attention import forward_on_host, host_device
 from aule.engine.launch import on_host as launch_on_host
 from aule.engine.memory import STORED, reports_shortage
@@ -19,13 +20,12 @@ from aule.ir import KernelIR
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.attention.varlen import OP, varlen_problem
-from aule.ops.catalogue import CATALOGUE
-from aule.ops.shared.checks import FLOAT_DTYPES, checked_dropout, checked_seed
+from aule.ops.shared.checks import FLOAT_DTYPES, FLOATS, checked_dropout, checked_seed, wrong_kind
 from aule.ops.shared.spec import Call, OpSpec
 from aule.ops.softmax.dropout import fresh_seed, seed_words
 from aule.options import AttentionOptions, DecodeOptions
 from aule.runtime.base import Grid
-from aule.view import TensorView
+from aule.view import ITEMSIZE, TensorView
 
 if TYPE_CHECKING:
     from aule.ops.decode.problem import DecodeProblem
@@ -33,19 +33,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-_NAMES = {
-    "float32": "f32",
-    "float16": "f16",
-    "float64": "f64",
-    "bfloat16": "bf16",
-    "bool": "bool",
-    "uint8": "u8",
-    "int8": "i8",
-    "int32": "i32",
-    "uint32": "u32",
-    "int64": "i64",
-    "float8_e4m3fn": "e4m3",
-}
+_NAMES = {name: short for name, short in KERNEL_NAMES.items() if short in ITEMSIZE}
 _BITS = {"bf16": np.uint16, "e4m3": np.uint8}
 """NumPy's type for the bits of elements of a type that NumPy lacks."""
 
@@ -58,13 +46,11 @@ def accepts(array: object) -> bool:
 def view(array: Array, name: str = "array", op: str = "flash_attention", like: str = "q") -> TensorView:
     """View a NumPy array. bfloat16 and float8_e4m3fn (ml_dtypes) are viewed by their bits."""
     if not isinstance(array, np.ndarray):
-        raise InvalidDtypeError(
-            f"[{op}] expected {name} to be a NumPy array like {like}, got {type(array).__name__}; convert it first"
-        )
+        raise wrong_kind(op, name, "a NumPy array", like, array)
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidDtypeError(
             f"[{op}] expected {name} without a mask of its own, got a masked array, whose mask kernels do not know; "
-            "use .filled(), and mask= where there is one"
+            "use .filled(), and mask= if the function has it"
         )
     dtype = _NAMES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
@@ -96,17 +82,17 @@ def ml_dtype(name: str) -> Any:
 
 @reports_shortage
 def to_precision(array: Array, precision: str) -> Array:
-    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; without a copy if they are that already."""
+    """Convert floats to a dtype (``"float16"`` ...); without a copy if they are that already."""
     if not isinstance(array, np.ndarray) or _NAMES.get(array.dtype.name) not in FLOAT_DTYPES:
         got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise InvalidDtypeError(
             f"[attention] expected NumPy arrays of floats to convert to {precision}, got {got}; convert with .astype"
         )
-    dtype = {"fp16": np.float16, "fp32": np.float32}.get(precision) or bfloat16()
+    dtype = bfloat16() if precision == "bfloat16" else np.dtype(precision)
     if dtype is None:
         raise InvalidDtypeError(
-            "[attention] expected ml_dtypes for bf16, which NumPy lacks, got no such package; "
-            "pip install ml_dtypes, or use fp16 or fp32"
+            "[attention] expected ml_dtypes for bfloat16, which NumPy lacks, got no such package; "
+            "pip install ml_dtypes, or use float16 or float32"
         )
     with np.errstate(over="ignore"):  # values beyond the precision become infinite, as on every device
         return array.astype(dtype, copy=False)
@@ -115,12 +101,15 @@ def to_precision(array: Array, precision: str) -> Array:
 @reports_shortage
 def make(array: Array, device: None, dtype: Any, op: str) -> Array:
     """Convert a float64 result to a dtype, by default float32."""
-    try:
-        kind = np.dtype(np.float32 if dtype is None else dtype)
-    except (TypeError, ValueError):
-        kind = None
-    if kind is None or _NAMES.get(kind.name) not in FLOAT_DTYPES:
-        raise InvalidDtypeError(f"[{op}] expected dtype as a float type of NumPy, got {dtype!r}; such as numpy.float32")
+    name = "float32" if dtype is None else dtype_name(dtype)
+    if _NAMES.get(str(name)) not in FLOAT_DTYPES:
+        raise InvalidDtypeError(f"[{op}] expected dtype {FLOATS}, got {dtype!r}; choose one")
+    kind = bfloat16() if name == "bfloat16" else np.dtype(name)
+    if kind is None:
+        raise InvalidDtypeError(
+            f"[{op}] expected ml_dtypes for bfloat16, which NumPy lacks, got no such package; pip install ml_dtypes, "
+            "or use float16 or float32"
+        )
     return array.astype(kind)
 
 
@@ -217,6 +206,8 @@ def row_call(spec: OpSpec, arrays: tuple[Any, ...], options: tuple[Any, ...]) ->
 @reports_shortage
 def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """A row operation on NumPy arrays, finished on return; arrays and options are in the order of its spec."""
+    from aule.ops.catalogue import CATALOGUE  # imported late: attention needs none of these kernels
+
     spec = CATALOGUE[name]
     call = row_call(spec, arrays, options)
     found = on_host(spec, call, row_op_device(backend))
@@ -295,8 +286,8 @@ def checked_out(out: object, shape: tuple[int, ...], dtype: str, op: str = "flas
         raise InvalidDtypeError(f"[{op}] expected out of q's dtype, got {out.dtype}; allocate it like q")
     if not out.dtype.isnative or any(step % out.itemsize for step in out.strides):
         raise InvalidDtypeError(
-            f"[{op}] expected out in native byte order, its elements some whole ones apart, got {out.dtype} with "
-            f"strides of {out.strides} bytes; leave out away, and copy the result there"
+            f"[{op}] expected out in native byte order with strides of whole elements, got {out.dtype} with "
+            f"strides of {out.strides} bytes; leave out= out, and copy the result there"
         )
     spread = out.size and any(step == 0 and n > 1 for n, step in zip(out.shape, out.strides, strict=True))
     if spread or not out.flags.writeable:

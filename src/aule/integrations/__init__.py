@@ -13,3 +13,7 @@ def __getattr__(name: str) -> _Any:
     if name in _FILES:
         return _importlib.import_module(f"aule.integrations.{name}")
     raise AttributeError(f"module 'aule.integrations' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FILES})

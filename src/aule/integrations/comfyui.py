@@ -43,6 +43,11 @@ def attention_override(backend: str | None = None, previous: Callable[..., Any] 
     previous : callable, optional
         An override for unsupported calls, instead of ComfyUI's own function.
 
+    Returns
+    -------
+    callable
+        The override.
+
     Raises
     ------
     BackendUnavailableError

@@ -90,6 +90,11 @@ def unregister(name: str = "aule") -> None:
 
     Models that use it need another backend (``model.reset_attention_backend()``). If it is the dispatcher's active
     backend, the one that was active before `register` becomes active again.
+
+    Parameters
+    ----------
+    name : str
+        As for `register`.
     """
     dispatch = _dispatcher()
     names, backends = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry

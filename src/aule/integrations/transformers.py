@@ -31,6 +31,11 @@ def register(name: str = "aule") -> None:
 
     Calling it again is harmless. Only models that select this name use aule. A model that never calls the attention
     functions of transformers is refused with an error when it is created with this name.
+
+    Parameters
+    ----------
+    name : str
+        The name for ``attn_implementation``.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

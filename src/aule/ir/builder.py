@@ -122,23 +122,23 @@ class Builder:
         self, name: str, elem: Scalar, access: Literal["read", "write", "readwrite"] = "read", evict_last: bool = False
     ) -> Value:
         """Declare a buffer parameter; for ``evict_last`` see `Param`."""
-        return self._param(Param(name, "buffer", elem.name, access, evict_last), Pointer(elem, "global"))
+        return self._param(Param(name, "buffer", self._scalar(elem).name, access, evict_last), Pointer(elem, "global"))
 
     def scalar(self, name: str, type_: Scalar) -> Value:
         """Declare a scalar parameter."""
-        if type_.name not in SCALAR_FORMATS:
-            raise KernelError(f"scalar parameter {name}: expected one of {', '.join(SCALAR_FORMATS)}, got {type_}")
+        if self._scalar(type_).name not in SCALAR_FORMATS:
+            raise self._error(f"scalar parameter {name}: expected one of {', '.join(SCALAR_FORMATS)}, got {type_}")
         return self._param(Param(name, "scalar", type_.name), type_)
 
     def shared(self, name: str, elem: Scalar, length: int) -> Value:
         """Declare an array shared by the workgroup; its contents are undefined until written."""
-        value = Value(Pointer(elem, "shared", length), None, name, self)
+        value = Value(Pointer(self._scalar(elem), "shared", length), None, name, self)
         self._shared.append(value)
         return value
 
     def private(self, name: str, elem: Scalar, length: int) -> Value:
         """Declare an array per thread, which may be indexed by run-time values."""
-        return self.emit("private", (), Pointer(elem, "private", length), name=name)
+        return self.emit("private", (), Pointer(self._scalar(elem), "private", length), name=name)
 
     def load(self, pointer: Value, index: Any, lanes: int = 1, align: int | None = None) -> Value:
         """Load one element, or ``lanes`` of them as a vector. ``align`` (default ``lanes``) divides the index."""
@@ -149,7 +149,7 @@ class Builder:
         return self._load("load_streaming", pointer, index, lanes, align)
 
     def _load(self, opcode: str, pointer: Value, index: Any, lanes: int, align: int | None) -> Value:
-        type_ = vector_type(element(pointer.type), lanes)
+        type_ = vector_type(element(self._type(opcode, pointer)), lanes)
         return self.emit(opcode, (pointer, self._index(index)), type_, align=lanes if align is None else align)
 
     def prefetch(self, pointer: Value, index: Any) -> None:
@@ -165,22 +165,24 @@ class Builder:
         self._store("store_streaming", pointer, index, value, align)
 
     def _store(self, opcode: str, pointer: Value, index: Any, value: Any, align: int | None) -> None:
-        value = self.coerce(value, element(pointer.type))
+        value = self.coerce(value, element(self._type(opcode, pointer)))
         lanes = lanes_of(value.type)
         self.emit(opcode, (pointer, self._index(index), value), None, align=lanes if align is None else align)
 
     def atomic(self, kind: str, pointer: Value, index: Any, value: Any, ordered: bool = False) -> Value:
         """Atomic read-modify-write; returns the old value. ``ordered`` adds a `device_fence` on either side."""
-        value = self.coerce(value, element(pointer.type))
+        value = self.coerce(value, element(self._type("atomic", pointer)))
         return self.emit("atomic", (pointer, self._index(index), value), value.type, kind=kind, ordered=ordered)
 
     # -- leaves ----------------------------------------------------------------------------------------------------
 
     def const(self, value: float | int | bool, type_: Scalar) -> Value:
         """A constant."""
+        if not hasattr(value, "__float__"):
+            raise self._error(f"const: expected a number or a value of the kernel, got {value!r}")
         if type_.is_int:
             if not math.isfinite(value) or int(value) != value:
-                raise KernelError(f"const: expected a whole number for {type_}, got {value}; cast the other operand")
+                raise self._error(f"const: expected a whole number for {type_}, got {value}; cast the other operand")
             value = int(value)
         else:
             value = float(value) if type_.is_float else bool(value)
@@ -211,7 +213,7 @@ class Builder:
     def binary(self, opcode: str, left: Any, right: Any) -> Value:
         """Emit any operation with two operands, including comparisons; one operand may be a Python number."""
         if not isinstance(left, Value):
-            left = self.coerce(left, element(right.type))
+            left = self.coerce(left, element(self._type(opcode, right)))
         right = self.coerce(right, element(left.type))
         if isinstance(left.type, Vector) and isinstance(right.type, Scalar):
             right = self.splat(right, left.type.lanes)
@@ -227,7 +229,7 @@ class Builder:
 
     def unary(self, opcode: str, value: Value) -> Value:
         """Emit any operation with one operand."""
-        return self.emit(opcode, (value,), value.type)
+        return self.emit(opcode, (value,), self._type(opcode, value))
 
     def eq(self, left: Any, right: Any) -> Value:
         """``left == right``."""
@@ -255,7 +257,8 @@ class Builder:
 
     def fma(self, a: Value, b: Any, c: Any) -> Value:
         """``a * b + c``."""
-        return self.emit("fma", (a, self._like(b, a), self._like(c, a)), a.type)
+        type_ = self._type("fma", a)
+        return self.emit("fma", (a, self._like(b, a), self._like(c, a)), type_)
 
     def dot_pairs(self, a: Value, b: Value, c: Value) -> Value:
         """``c`` plus the dot product of two bf16 pairs, each pair in a u32; see ``ops.OPS["dot_pairs"]``."""
@@ -287,10 +290,10 @@ class Builder:
 
     def cast(self, value: Value, elem: Scalar) -> Value:
         """Convert to another element type; emits nothing if the value already has it."""
-        if element(value.type) == elem:
+        if element(self._type("cast", value)) == self._scalar(elem):
             return value
         if elem == bool_:
-            raise KernelError(f"cast: expected a number as the result, got bool from {value.type}; use b.ne(value, 0)")
+            raise self._error(f"cast: expected a number as the result, got bool from {value.type}; use b.ne(value, 0)")
         if value.constant is not None and exact(value.constant, element(value.type)) and exact(value.constant, elem):
             return self.const(value.constant, elem)  # the device converts constants that are not exact
         assert isinstance(value.type, Scalar | Vector | Fragment)
@@ -358,8 +361,9 @@ class Builder:
 
     def var(self, init: Value, name: str = "") -> Var:
         """Declare a mutable variable with an initial value."""
-        assert isinstance(init.type, Scalar | Vector | Fragment)
-        ref = self.emit("var", (init,), Ref(init.type))
+        type_ = self._type("var", init)
+        assert isinstance(type_, Scalar | Vector | Fragment)
+        ref = self.emit("var", (init,), Ref(type_))
         ref.hint = name
         return Var(self, ref)
 
@@ -409,7 +413,7 @@ class Builder:
     def else_(self) -> Iterator[None]:
         """Run the body in the threads where the condition of the preceding ``if_`` does not hold."""
         if not self._block or self._block[-1].opcode != "if":
-            raise KernelError("else_() must follow if_() directly")
+            raise self._error("else_() must follow if_() directly")
         with self._into(self._block[-1].blocks[1]):
             yield
 
@@ -571,7 +575,7 @@ class Builder:
         self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...],
         attrs: dict[str, Any],
     ) -> Op:  # fmt: skip
-        op = Op(opcode, args, attrs, None, blocks, self._location())
+        op = Op(opcode, args, attrs, None, blocks, self.location())
         if type_ is not None:
             op.result = Value(type_, op, "", self)
         self._block.append(op)
@@ -582,6 +586,22 @@ class Builder:
         if isinstance(value, Value):
             return value
         return self.const(value, elem)
+
+    def _type(self, opcode: str, value: Any) -> Type:
+        if not isinstance(value, Value):
+            raise self._error(
+                f"{opcode}: expected a value of the kernel, got {value!r}; write b.const({value!r}, f32), or the type "
+                "that you need"
+            )
+        return value.type
+
+    def _scalar(self, elem: Any) -> Scalar:
+        if not isinstance(elem, Scalar):
+            raise self._error(f"expected a type of aule.ir.types such as f32, got {elem!r}; import it from there")
+        return elem
+
+    def _error(self, message: str) -> KernelError:
+        return KernelError(f"kernel {self.name}: {message} (at {self.location()})")
 
     def _like(self, value: Any, other: Value) -> Value:
         result = self.coerce(value, element(other.type))
@@ -594,7 +614,7 @@ class Builder:
 
     def _param(self, param: Param, type_: Type) -> Value:
         if param.name in self._values:
-            raise KernelError(f"kernel {self.name}: parameter {param.name} is declared twice")
+            raise self._error(f"parameter {param.name} is declared twice")
         value = Value(type_, None, param.name, self)
         self._params.append(param)
         self._values[param.name] = value
@@ -626,8 +646,8 @@ class Builder:
         finally:
             self._block = outer
 
-    def _location(self) -> Location | None:
-        """Find the innermost caller outside this package's ``ir`` folder and contextlib."""
+    def location(self) -> Location | None:
+        """Find the line of the kernel: the innermost caller outside this package's ``ir`` folder and contextlib."""
         frame = sys._getframe(1)
         while frame.f_back is not None:
             name = frame.f_code.co_filename

@@ -93,7 +93,11 @@ class Value:
         return self.builder.unary("not", self)
 
     def __bool__(self) -> bool:
-        raise TypeError("a traced value has no truth at trace time; use b.if_(...) or b.select(...)")
+        where = "" if self.builder is None else f" (at {self.builder.location()})"
+        raise TypeError(
+            "Python cannot branch on a value that the kernel computes; use b.if_(...) or b.select(...), and & and | "
+            f"instead of `and` and `or`{where}"
+        )
 
     def __repr__(self) -> str:
         return f"Value({self.hint or '?'}: {self.type})"

@@ -40,13 +40,14 @@ class AttentionKernel(EmittedKernel):
         Factor of the scores; default ``1 / sqrt(head_dim)``.
     causal : bool
         Row i attends to keys 0..i.
-    dtype : {"f32", "f16", "bf16"}
-        Element type of q, k, v and o; sums are always fp32.
+    dtype : {"float32", "float16", "bfloat16"}
+        Element type of q, k, v and o, in any spelling; sums are always float32. The attribute has the kernel
+        language's name (``f32`` ...).
     tiles : (int, int), optional
         Query rows per workgroup and keys per step. Default: what `aule.flash_attention` uses on the target.
     use_tensor_cores : bool
-        Compute products on matrix units (see `tensor_core`). `aule.flash_attention` does so for fp16 and bf16 if the
-        device has them and their layout is known.
+        Compute products on matrix units (see `tensor_core`). `aule.flash_attention` does so for float16 and bfloat16
+        if the device has them and their layout is known.
 
     Examples
     --------
@@ -77,7 +78,7 @@ class AttentionKernel(EmittedKernel):
         batch_size: int = 1,
         scale: float | None = None,
         causal: bool = False,
-        dtype: str = "f32",
+        dtype: str = "float32",
         tiles: tuple[int, int] | None = None,
         use_tensor_cores: bool = False,
     ) -> None:
@@ -99,19 +100,19 @@ class AttentionKernel(EmittedKernel):
 
     def _check(self) -> None:
         names = ("seq_len", "num_heads", "num_kv_heads", "batch_size")
-        self._check_sizes(self.dtype, **{name: getattr(self, name) for name in names})
+        self._check_sizes(**{name: getattr(self, name) for name in names})
         self._check_heads(self.head_dim, self.num_heads, self.num_kv_heads)
         if self.use_tensor_cores and self.dtype not in ("f16", "bf16"):
             raise InvalidDtypeError(
-                f"[AttentionKernel] expected dtype f16 or bf16 for tensor cores, got {self.dtype!r}; fp32 is computed "
-                "without them"
+                "[AttentionKernel] expected dtype float16 or bfloat16 for tensor cores, got float32; leave "
+                "use_tensor_cores out"
             )
         if self.tiles is not None:
             check_tiles(*self.tiles)
 
     @classmethod
-    def tensor_core(cls, seq_len: int, head_dim: int, *, dtype: str = "f16", **options: Any) -> AttentionKernel:
-        """Make the kernel for matrix units, which multiply fp16 or bf16 and sum in fp32.
+    def tensor_core(cls, seq_len: int, head_dim: int, *, dtype: str = "float16", **options: Any) -> AttentionKernel:
+        """Make the kernel for matrix units, which multiply float16 or bfloat16 and sum in float32.
 
         Parameters
         ----------

@@ -39,8 +39,9 @@ class IncrementalAttentionKernel(EmittedKernel):
         ``num_heads`` is a multiple of ``num_kv_heads``, which is ``num_heads`` by default.
     scale : float
         Factor of the scores; default ``1 / sqrt(head_dim)``.
-    dtype : {"f32", "f16", "bf16"}
-        Element type of q, k, v and o; sums are always fp32.
+    dtype : {"float32", "float16", "bfloat16"}
+        Element type of q, k, v and o, in any spelling; sums are always float32. The attribute has the kernel
+        language's name (``f32`` ...).
 
     Examples
     --------
@@ -56,7 +57,7 @@ class IncrementalAttentionKernel(EmittedKernel):
     num_kv_heads: int = 0
     batch_size: int = field(default=1, kw_only=True)
     scale: float = field(default=None, kw_only=True)  # type: ignore[assignment]  # never None after __post_init__
-    dtype: str = field(default="f32", kw_only=True)
+    dtype: str = field(default="float32", kw_only=True)
 
     name: ClassVar[str] = "incremental_attention"
     """Entry point of the emitted code."""
@@ -65,7 +66,7 @@ class IncrementalAttentionKernel(EmittedKernel):
         if self.num_kv_heads is None or (isinstance(self.num_kv_heads, int) and self.num_kv_heads == 0):
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         names = ("max_seq_len", "num_heads", "num_kv_heads", "batch_size")
-        self._check_sizes(self.dtype, **{name: getattr(self, name) for name in names})
+        self._check_sizes(**{name: getattr(self, name) for name in names})
         self._check_heads(self.head_dim, self.num_heads, self.num_kv_heads)
         object.__setattr__(self, "scale", self._checked_scale(self.scale, self.head_dim))
 
@@ -145,7 +146,7 @@ class MultiWarpIncrementalAttentionKernel(IncrementalAttentionKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_sizes(self.dtype, num_warps_per_head=self.num_warps_per_head)
+        self._check_sizes(num_warps_per_head=self.num_warps_per_head)
 
     def _shape(self, problem: DecodeProblem, target: Target) -> DecodeShape:
         usual = choose_decode_shape(problem, target, _vector_elements(self.head_dim, self.dtype))
@@ -186,7 +187,7 @@ class FlashDecodingChunkKernel(BatchedIncrementalAttentionKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_sizes(self.dtype, chunk_size=self.chunk_size)
+        self._check_sizes(chunk_size=self.chunk_size)
 
     @property
     def num_chunks(self) -> int:
@@ -213,12 +214,12 @@ class FlashDecodingReduceKernel(EmittedKernel):
     num_heads: int = 1
     batch_size: int = 1
     num_chunks: int = field(default=2, kw_only=True)
-    dtype: str = field(default="f32", kw_only=True)
+    dtype: str = field(default="float32", kw_only=True)
 
     name: ClassVar[str] = "flash_decoding_reduce"
 
     def __post_init__(self) -> None:
-        self._check_sizes(self.dtype, num_chunks=self.num_chunks)
+        self._check_sizes(num_chunks=self.num_chunks)
         if self.num_chunks < 2:
             raise InvalidShapeError(
                 f"[FlashDecodingReduceKernel] expected num_chunks >= 2, got {self.num_chunks}; one part is the result"

@@ -11,14 +11,15 @@ import numpy as np
 from aule.artifact import Artifact
 from aule.backends import registry
 from aule.codegen import generate, target_for
+from aule.dtypes import KERNEL_NAMES, dtype_name, either
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
-from aule.ops.attention.validate import MAX_HEAD_DIM
+from aule.ops.attention.checks import MAX_HEAD_DIM
 from aule.ops.shared.checks import checked_number
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides
 
-_DTYPES = ("f32", "f16", "bf16")
+_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def contiguous(dtype: str, shape: tuple[int, ...]) -> TensorView:
@@ -29,14 +30,18 @@ def contiguous(dtype: str, shape: tuple[int, ...]) -> TensorView:
 class EmittedKernel(ABC):
     """A kernel that can be traced for a target and rendered in its language."""
 
-    def _check_sizes(self, dtype: str, **sizes: Any) -> None:
-        """Refuse sizes that are not positive integers, and unsupported dtypes."""
+    dtype: str
+
+    def _check_sizes(self, **sizes: Any) -> None:
+        """Refuse sizes that are not positive integers, and unsupported dtypes; name the dtype as kernels do."""
         kind = type(self).__name__
         for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 1 << 63:
                 raise InvalidShapeError(f"[{kind}] expected {name} >= 1, got {value!r}; pass a positive int of 64 bits")
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise InvalidDtypeError(f"[{kind}] expected dtype {', '.join(_DTYPES)}, got {dtype!r}; choose one")
+        name = dtype_name(self.dtype) or ""
+        if name not in _DTYPES:
+            raise InvalidDtypeError(f"[{kind}] expected dtype {either(_DTYPES)}, got {self.dtype!r}; choose one")
+        object.__setattr__(self, "dtype", KERNEL_NAMES[name])  # kernels are frozen dataclasses
 
     def _check_heads(self, head_dim: Any, num_heads: int, num_kv_heads: int) -> None:
         kind = type(self).__name__

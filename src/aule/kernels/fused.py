@@ -1,7 +1,7 @@
 """Forward kernels of the ops other than attention, as objects, for contiguous arrays.
 
 >>> from aule.kernels import SwiGLUKernel
->>> kernel = SwiGLUKernel(4096, 11008, dtype="bf16")
+>>> kernel = SwiGLUKernel(4096, 11008, dtype="bfloat16")
 >>> kernel.name
 'swiglu'
 >>> wgsl = kernel.emit("wgsl")
@@ -86,10 +86,10 @@ class _RowsKernel(FusedKernel):
 
     rows: int
     length: int
-    dtype: str = "f32"
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        self._check_sizes(self.dtype, rows=self.rows, length=self.length)
+        self._check_sizes(rows=self.rows, length=self.length)
 
 
 class _GatedKernel(_RowsKernel):
@@ -135,19 +135,19 @@ class LayerNormLinearKernel(FusedKernel):
     """``y = layer_norm(x) @ weight.T + bias`` on ``[rows, length]``, with a weight of ``[features, length]``.
 
     The normalisation has a weight and a bias too. The kernel is the product, on matrix units if the target has them.
-    The first of `steps` computes the statistics of each row, three fp32 numbers in ``statistics_ptr``. On CPUs with
+    The first of `steps` computes the statistics of each row, three float32 numbers in ``statistics_ptr``. On CPUs with
     many rows, the second of three steps packs the weight into ``packed_ptr``, which the kernel then reads instead.
     """
 
     rows: int
     length: int
     features: int
-    dtype: str = "f32"
+    dtype: str = "float32"
     eps: float = 1e-5
     op = "layer_norm_linear"
 
     def __post_init__(self) -> None:
-        self._check_sizes(self.dtype, rows=self.rows, length=self.length, features=self.features)
+        self._check_sizes(rows=self.rows, length=self.length, features=self.features)
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         vectors = dict.fromkeys(("weight_norm", "bias_norm"), (self.dtype, (self.length,)))
@@ -162,21 +162,21 @@ class LayerNormLinearKernel(FusedKernel):
 class RMSNormRoPEKernel(FusedKernel):
     """RMSNorm of heads, then rotary position embedding, on ``[batch_size, num_heads, seq_len, head_dim]``.
 
-    The tables ``cos`` and ``sin`` are fp32 ``[seq_len, head_dim / 2]``.
+    The tables ``cos`` and ``sin`` are float32 ``[seq_len, head_dim / 2]``.
     """
 
     seq_len: int
     head_dim: int
     num_heads: int = 1
     batch_size: int = 1
-    dtype: str = "f32"
+    dtype: str = "float32"
     eps: float = 1e-6
     interleaved: bool = False
     op = "rms_norm_rope"
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("seq_len", "head_dim", "num_heads", "batch_size")}
-        self._check_sizes(self.dtype, **sizes)
+        self._check_sizes(**sizes)
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         shape = (self.batch_size, self.num_heads, self.seq_len, self.head_dim)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from aule import tuning
 from aule.codegen import TARGETS
+from aule.dtypes import usual_name
 from aule.errors import InvalidArgumentError
 from aule.ops.attention.plan.tiles import SIMT, choose_fragments, choose_shape, simt_shape
 from aule.ops.shared.checks import checked_integer
@@ -124,8 +125,8 @@ def tensor_core_config(target: Target, head_dim: int, dtype: str, tiles: tuple[i
     """
     if not multiplies(target, dtype):
         raise InvalidArgumentError(
-            f"[tensor_core] expected a target whose matrix units take {dtype} and whose fragments are known, got "
-            f"{target.name}; take target_for('ptx'), or the target of a device that aule has opened"
+            f"[tensor_core] expected a target whose matrix units take {usual_name(dtype)} and whose fragments are "
+            f"known, got {target.name}; take target_for('ptx'), or the target of a device that aule has opened"
         )
     if tiles is None:
         shape = choose_fragments(target, dtype, head_dim, head_dim, False, False)
@@ -155,6 +156,12 @@ def required_shared_memory(config: NeedsSharedMemory) -> int:
     Parameters
     ----------
     config : TileConfig or AttentionKernel
+        One of `tuned_configs`, or a kernel.
+
+    Returns
+    -------
+    int
+        The number of bytes.
     """
     need = getattr(config, "shared_memory_bytes", None)
     if not isinstance(need, int):

@@ -109,7 +109,9 @@ class Memory:
     def atomic(self, op: Op) -> None:
         elem, kind = element(op.args[2].type), op.attrs["kind"]
         if isinstance(op.args[2].type, Vector):
-            raise KernelError(f"[llvm] expected an atomic of one element, got {op.args[2].type}; add one by one")
+            raise KernelError(
+                f"[llvm] expected an atomic of one element, got {op.args[2].type}; add one by one ({op.where})"
+            )
         if kind == "exchange":
             kind = "xchg"
         elif elem.is_float:

@@ -308,6 +308,20 @@ def _compile(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]], 
                 raise Failed(str(error).strip()) from None
 
 
+def assembly(made_for: Machine, text: str) -> str:
+    """Compile as `load` does, and return the assembly, for people to read."""
+    llvm = _llvm()
+    with (
+        _target_machine(made_for) as emitter,
+        llvm.create_context() as context,
+        llvm.parse_assembly(text, context) as module,
+    ):
+        module.triple = emitter.triple
+        module.data_layout = str(emitter.target_data)
+        _optimise(module, emitter, 3)
+        return str(emitter.emit_assembly(module))
+
+
 def _check_entries(module: Any, entries: dict[str, tuple[str, ...]]) -> None:
     for entry, expected in entries.items():
         try:

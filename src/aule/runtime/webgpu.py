@@ -28,6 +28,7 @@ from aule.errors import (
     OutOfMemoryError,
 )
 from aule.runtime._pooled import Block, PooledDevice, claim_driver, size_class
+from aule.runtime._quiet import without_lines
 from aule.runtime._webgpu_target import FEATURES, read_target
 from aule.runtime.base import Allocation, Arguments, Device, Grid, Program, as_bytes
 
@@ -79,7 +80,9 @@ def devices() -> list[Device]:
         ) from error
     claim_driver("webgpu")
     try:
-        adapters = list(wgpu.gpu.enumerate_adapters_sync())
+        # Mesa's layer for the choice of a device looks for a Wayland display, and complains of headless machines.
+        with without_lines(b"XDG_RUNTIME_DIR is invalid or not set"):
+            adapters = list(wgpu.gpu.enumerate_adapters_sync())
     except Exception as error:
         raise BackendUnavailableError(
             "webgpu", f"[webgpu] expected a list of adapters, got {error}; check the GPU's driver"

@@ -53,14 +53,14 @@ def sweep(root: str, limit: int) -> None:
         for name, status in _walk(folder, ""):
             if name.rpartition("/")[2].startswith(TEMPORARY):
                 if now - status.st_mtime > _EVERY:
-                    _remove(root, name)
+                    remove(root, name)
             elif _EVICTED.fullmatch(name):
                 files.append((min(status.st_mtime, now), status.st_size, name))  # a clock may have been wrong
     total = sum(size for _, size, _ in files)
     if total <= limit:
         return
     for _, size, name in sorted(files):
-        _remove(root, name)
+        remove(root, name)
         total -= size
         if total <= limit * 3 // 4:  # room for the writes until the next sweep
             return
@@ -88,7 +88,16 @@ def clear(root: str, tuned: bool = False) -> None:
         return
     for name in names:
         if _EVICTED.fullmatch(name) or name.rpartition("/")[2].startswith(TEMPORARY) or (tuned and _TUNED.match(name)):
-            _remove(root, name)
+            remove(root, name)
+
+
+def tuned(root: str) -> list[str]:
+    """Return the names of the files with records of `aule tune`."""
+    try:
+        with open_folder(root) as folder:
+            return sorted(name for name, _ in _walk(folder, "") if _TUNED.match(name))
+    except OSError:
+        return []
 
 
 def _walk(folder: Folder, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -105,7 +114,8 @@ def _walk(folder: Folder, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
                 continue
 
 
-def _remove(root: str, name: str) -> None:
+def remove(root: str, name: str) -> None:
+    """Remove a file of the cache, if it is there and trusted."""
     *folders, file = name.split("/")
     try:
         with open_folder(root, folders) as folder:

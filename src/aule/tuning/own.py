@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from aule import store
+from aule import settings, store
+from aule.store import sweep
 from aule.target import Target
 from aule.tuning.record import Record, by_op, every, parse
 
@@ -43,6 +44,18 @@ def save(target: Target, op: str, when: Mapping[str, Any], record: Record | None
     saved = [*others, *([record] if record is not None else [])]
     store.write(file_name(target), "".join(f"{r.line()}\n" for r in saved).encode())
     _known[file_name(target)] = by_op(saved)
+
+
+def saved() -> dict[str, tuple[Record, ...]]:
+    """Return all records on disk by file name, also those of devices and drivers that are no longer here."""
+    names = sweep.tuned(str(settings.cache_dir()))
+    return {name: tuple(_readable((store.read(name) or b"").decode(errors="replace").splitlines())) for name in names}
+
+
+def remove(name: str) -> None:
+    """Remove a file of records; the tables' choices apply again, in this process too."""
+    sweep.remove(str(settings.cache_dir()), name)
+    _known.pop(name, None)
 
 
 def forget(target: Target) -> None:

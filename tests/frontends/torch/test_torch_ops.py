@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -467,6 +469,17 @@ def test_exported(function: Any, strict: bool, tmp_path: Any) -> None:
     for run in (program.module(), torch.export.load(tmp_path / "program.pt2").module()):
         for inputs in ((made(*Q), made(*K), made(*V)), (made(3, 4, 9, 8), made(3, 2, 17, 8), made(3, 2, 17, 12))):
             assert torch.equal(run(*inputs), function(*inputs))
+
+
+@pytest.mark.parametrize("first", ["aule, torch", "torch, aule", "torch._export.serde, aule, torch"])
+def test_exported_programs_load_with_aule_imported(first: str, tmp_path: Any) -> None:
+    """In a new process, in which nothing else has registered the operators, whichever is imported first."""
+    q = made(1, 2, 5, 8)
+    program = torch.export.export(Module(lambda *x: aule.rms_norm(aule.flash_attention(*x))), (q, q, q))
+    torch.export.save(program, tmp_path / "program.pt2")
+    code = f"import {first}; print(len(list(torch.export.load({str(tmp_path / 'program.pt2')!r}).graph.nodes)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == [str(len(list(program.graph.nodes)))], done.stderr
 
 
 # -- fake tensors, meta tensors, modes ---------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def test_torch_refuses_what_has_no_gradient() -> None:
         aule.flash_attention(q, q, q, alibi_slopes=slopes, backend="cpu")
     with pytest.raises(aule.AuleError, match="out="):
         aule.flash_attention(q, q, q, out=torch.empty(1, 2, 8, 16), backend="cpu")
-    with pytest.raises(aule.AuleError, match="NumPy alone computes none"):
+    with pytest.raises(aule.AuleError, match="NumPy has no gradients"):
         aule.flash_attention(q, q, q, backend="numpy")
     out = aule.flash_attention(q, q, q, backend="cpu")
     with torch.no_grad():

@@ -118,7 +118,7 @@ def test_the_kernel_library_has_them() -> None:
     small = AttentionKernel.tensor_core(2048, 64, dtype="bf16").with_tiles(64, 32)
     assert (small.tile_q, small.tile_kv) == (64, 32) and "bf16" in small.emit_ptx()
     assert not AttentionKernel(2048, 128).use_tensor_cores
-    with pytest.raises(InvalidDtypeError, match="f16 or bf16"):
+    with pytest.raises(InvalidDtypeError, match="float16 or bfloat16"):
         AttentionKernel.tensor_core(2048, 128, dtype="f32")
     with pytest.raises(InvalidArgumentError, match="matrix units"):
         kernel.emit("wgsl")

@@ -63,7 +63,7 @@ def test_grid(name: str, precision: str) -> None:
 def test_heads_that_are_too_wide_for_them() -> None:
     x = np.zeros((1, 1, 4, 256), np.float32)
     problem, operands = attention_problem(*(grid.view_of(x) for _ in range(3)), precision="fp16")
-    with pytest.raises(aule.InvalidArgumentError, match="expected a smaller head_dim for precision='fp16'"):
+    with pytest.raises(aule.InvalidArgumentError, match="expected a smaller head_dim for precision='float16'"):
         forward_on_host(problem, operands, served("msl-shim", "f16"))
 
 

@@ -214,4 +214,4 @@ def test_errors() -> None:
     refused(InvalidShapeError, "batch 2 or 1", (np.stack([cos] * 3), np.stack([sin] * 3)))
     refused(InvalidShapeError, r"at most head_dim // 2 = 8", (np.ones((9, 17), np.float32),) * 2)
     refused(InvalidShapeError, r"cos\[\.\.\., ::2\]", (np.ones((9, 16), np.float32),) * 2, rope_interleaved=True)
-    refused(InvalidDtypeError, "both of dtype f32", (cos.astype(np.float16), sin.astype(np.float16)))
+    refused(InvalidDtypeError, "both of float32", (cos.astype(np.float16), sin.astype(np.float16)))

@@ -42,7 +42,7 @@ def test_interpreted(language: str, rows: int, length: int) -> None:
     [
         ({"target": np.array([1, 2, 37])}, {}, r"expected targets of 0 to 36 or ignore_index=-100, got 37 at \[2\]"),
         ({"target": np.array([1, -3, -100])}, {}, r"got -3 at \[1\]"),
-        ({"target": np.array([1.0, 2.0, 3.0])}, {}, "expected target of dtype i32 or i64"),
+        ({"target": np.array([1.0, 2.0, 3.0])}, {}, "expected target of int32 or int64"),
         ({"target": np.array([1, 2])}, {}, r"expected target of shape \[3\], got \[2\]"),
         ({}, {"reduction": "max"}, "expected reduction 'mean', 'sum' or 'none', got 'max'"),
         ({}, {"label_smoothing": 1.5}, "expected label_smoothing of 0 to 1, got 1.5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
@@ -160,7 +161,7 @@ class Forward(AttentionCall):
     def host_device(self, foreign: bool) -> Device | None:
         q = self.tensors["q"]
         if self.training is None:
-            return host_device(NAMES.get(q.dtype, ""), self.backend)
+            return tensor_device(q, self.backend, foreign)
         return gradient_device(q, self.backend, self.training, foreign)
 
     def through_host(self, device: Device | None) -> Results:
@@ -288,23 +289,24 @@ def saved_of(tensors: Mapping[str, Tensor]) -> Saved:
     return Saved(*(tensors[name] for name in ("q", "k", "v", "o", "lse", "do")))
 
 
-def gradient_device(q: Tensor, spec: str | None, training: bool, foreign: bool) -> Device | None:
-    """The device for CPU tensors that may need gradients; None stands for NumPy.
+def tensor_device(q: Tensor, spec: str | None, foreign: bool) -> Device | None:
+    """The device for CPU tensors; None stands for NumPy.
 
-    Tensors stay on the CPU unless there is only another device or one is forced; ``foreign`` ones, which are copied
-    anyway, go to the best. NumPy has no gradients: it is refused if ``training``.
+    Tensors stay on the CPU, without a question to any GPU's driver, unless the CPU engine is missing or a backend is
+    forced; ``foreign`` ones, which are copied anyway, go to the best device.
     """
     spec = registry.requested_backend(spec)
-    device: Device | None
-    if spec is not None or foreign:
-        device = host_device(NAMES.get(q.dtype, ""), spec)
-    else:
-        try:
-            device = registry.find("cpu")
-        except AuleError:
-            device = registry.choose(None)
+    if spec is None and not foreign:
+        with suppress(AuleError):
+            return registry.find("cpu")
+    return host_device(NAMES.get(q.dtype, ""), spec)
+
+
+def gradient_device(q: Tensor, spec: str | None, training: bool, foreign: bool) -> Device | None:
+    """The same for tensors that may need gradients. NumPy has none: it is refused if ``training``."""
+    device = tensor_device(q, spec, foreign)
     if device is None and training:
         raise no_gradient(
-            "NumPy", 'NumPy alone computes none: pip install "aule-attention[cpu]", or choose a device with backend='
+            "NumPy", 'NumPy has no gradients: pip install "aule-attention[cpu]", or choose a device with backend='
         )
     return device

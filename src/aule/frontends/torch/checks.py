@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from aule.dtypes import shown
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.validate import window_sides
-from aule.ops.shared.checks import checked_flag, checked_number
+from aule.ops.shared.checks import checked_flag, checked_number, wrong_kind
 from aule.options import AttentionOptions, DecodeOptions
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -33,9 +34,7 @@ NAMES = {
 def require_tensor(tensor: object, name: str, op: str = "flash_attention", like: str = "q") -> None:
     """Refuse other objects than tensors; ``like`` names an operand that is a tensor."""
     if not isinstance(tensor, Tensor):
-        raise InvalidDtypeError(
-            f"[{op}] expected {name} to be a torch tensor like {like}, got {type(tensor).__name__}; convert it first"
-        )
+        raise wrong_kind(op, name, "a torch tensor", like, tensor)
 
 
 def require_dense(tensor: Tensor, name: str, op: str) -> None:
@@ -78,8 +77,8 @@ def dtype_name(tensor: Tensor, name: str, op: str = "flash_attention") -> str:
     if dtype is None:
         whole = "" if tensor.dtype.is_floating_point or tensor.is_complex() else "int32 or int64 for indices, else "
         raise InvalidDtypeError(
-            f"[{op}] expected {name} of {whole}float32, float16, bfloat16 or float64, got {tensor.dtype}; convert with "
-            ".to"
+            f"[{op}] expected {name} of {whole}float32, float16, bfloat16 or float64, got {shown(tensor.dtype)}; "
+            "convert with .to"
         )
     return dtype
 
@@ -87,7 +86,7 @@ def dtype_name(tensor: Tensor, name: str, op: str = "flash_attention") -> str:
 def integers(op: str, name: str, array: object, shape: str = "") -> Tensor:
     """Lengths, tables and offsets as int32; ``shape`` is appended to the expected kind in messages."""
     if not isinstance(array, Tensor) or array.dtype not in (torch.int32, torch.int64):
-        got = array.dtype if isinstance(array, Tensor) else type(array).__name__
+        got = shown(array.dtype) if isinstance(array, Tensor) else type(array).__name__
         raise InvalidDtypeError(f"[{op}] expected {name} as an int32 tensor{shape}, got {got}; convert it")
     if array.dtype is torch.int64 and array.is_cpu and array.numel():  # a device's contents would have to be waited for
         least, most = (int(x) for x in array.aminmax())
@@ -104,7 +103,7 @@ def checked_out(out: object, shape: tuple[int, ...], q: Tensor, op: str = "flash
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise InvalidShapeError(f"[{op}] expected out of shape {shape}, got {got}; allocate it like q")
     if out.dtype != q.dtype:
-        raise InvalidDtypeError(f"[{op}] expected out of q's dtype, got {out.dtype}; allocate it like q")
+        raise InvalidDtypeError(f"[{op}] expected out of q's dtype, got {shown(out.dtype)}; allocate it like q")
     if out.numel() and any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
         raise InvalidShapeError(
             f"[{op}] expected out with memory for every element, got an expanded tensor; clone it first"

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from aule.engine.attention import host_device
 from aule.engine.decode import decode_on_host, decode_plan
 from aule.errors import InvalidShapeError
 from aule.frontends.numpy import states_message
+from aule.frontends.torch.attention import tensor_device
 from aule.frontends.torch.calls import Bound, Call, ContentsCheck, Output, Overlap, Results
-from aule.frontends.torch.checks import NAMES, by_value, checked_out, integers, require_tensor
+from aule.frontends.torch.checks import by_value, checked_out, integers, require_tensor
 from aule.frontends.torch.modes import refuse_tracing
 from aule.frontends.torch.views import (
     ViewOf,
@@ -125,7 +125,7 @@ class Decode(Call):
         return decode_plan(self.op, problem, dict(bound.views), device, known)
 
     def host_device(self, foreign: bool) -> Device | None:
-        return host_device(NAMES.get(self.tensors["q"].dtype, ""), self.backend)
+        return tensor_device(self.tensors["q"], self.backend, foreign)
 
     def through_host(self, device: Device | None) -> Results:
         problem, found = self.problem(view_on_host)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from aule.dtypes import KERNEL_NAMES, dtype_name, shown
 from aule.errors import BackendUnavailableError, InvalidDtypeError
 from aule.frontends.torch import decode as decoding
 from aule.frontends.torch import passes, row_ops
@@ -20,7 +21,7 @@ from aule.frontends.torch import route as routes
 from aule.frontends.torch.attention import Forward, repeat_key
 from aule.frontends.torch.autograd import attention, varlen
 from aule.frontends.torch.autograd import row_ops as row_gradients
-from aule.frontends.torch.checks import NAMES, no_gradient, require_dense, require_tensor
+from aule.frontends.torch.checks import no_gradient, require_dense, require_tensor
 from aule.frontends.torch.launch import launch as launch
 from aule.frontends.torch.modes import (
     any_autocast,
@@ -43,7 +44,7 @@ from aule.frontends.torch.varlen import packed_call
 from aule.ops.attention.precision import checked_precision
 from aule.ops.attention.varlen import OP as VARLEN
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.shared.checks import FLOAT_DTYPES, checked_deterministic, checked_dropout, checked_seed
+from aule.ops.shared.checks import FLOAT_DTYPES, FLOATS, checked_deterministic, checked_dropout, checked_seed
 from aule.ops.shared.spec import OpSpec
 from aule.options import AttentionOptions, DecodeOptions
 
@@ -127,7 +128,7 @@ def completed(op: str, q: Tensor, options: AttentionOptions) -> AttentionOptions
     each time, since this function is traced.
     """
     exactly = checked_deterministic(op, options.deterministic)
-    checked_precision(op, options.precision)
+    options = options._replace(precision=checked_precision(op, options.precision))
     p = checked_dropout(op, options.dropout_p)
     number = checked_seed(op, options.seed)
     if p == 0.0:
@@ -273,25 +274,23 @@ def _under_autocast(
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
-_PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 def to_precision(tensor: Tensor, precision: str) -> Tensor:
-    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; without a copy when they are that already."""
+    """Convert floats to a dtype (``"float16"`` ...); without a copy when they are that already."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        got = shown(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InvalidDtypeError(
             f"[attention] expected torch tensors of floats to convert to {precision}, got {got}; convert with .to"
         )
-    return tensor.to(_PRECISIONS[precision])
+    return tensor.to(getattr(torch, precision))
 
 
 def make(array: object, device: object, dtype: object, op: str) -> Tensor:
     """A NumPy array of float64 as a tensor on a device, by default the CPU, in a dtype, by default float32."""
-    kind = torch.float32 if dtype is None else dtype
-    if not isinstance(kind, torch.dtype) or NAMES.get(kind) not in FLOAT_DTYPES:
-        raise InvalidDtypeError(f"[{op}] expected dtype as a float type of torch, got {dtype!r}; such as torch.float32")
-    made = torch.from_numpy(array).to(kind)
+    kind = "float32" if dtype is None else dtype_name(dtype)
+    if KERNEL_NAMES.get(str(kind)) not in FLOAT_DTYPES:
+        raise InvalidDtypeError(f"[{op}] expected dtype {FLOATS}, got {dtype!r}; choose one")
+    made = torch.from_numpy(array).to(getattr(torch, str(kind)))
     try:
         return made if device is None else made.to(device=device)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:

@@ -68,7 +68,7 @@ def route(tensor: Tensor, backend: str | None) -> Route:
     gpu = _gpu(tensor)
     if gpu is None:
         return STAGED
-    wanted = backend or settings.backend() or gpu.backend
+    wanted = registry.requested_backend(backend) or gpu.backend
     return gpu.route if wanted.startswith(gpu.backend) else STAGED
 
 

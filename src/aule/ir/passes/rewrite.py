@@ -80,7 +80,7 @@ class PassBuilder(Builder):
             return self.const(0, type_)
         return super()._fold(opcode, left, right)
 
-    def _location(self) -> Location | None:
+    def location(self) -> Location | None:
         return self.where
 
 

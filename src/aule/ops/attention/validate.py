@@ -8,14 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, cast
+from typing import Literal, cast
 
-from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.errors import InvalidArgumentError
+from aule.ops.attention.checks import (
+    alibi_operand,
+    check_devices,
+    check_dtypes,
+    check_rank,
+    check_shapes,
+    lift,
+    score_operand,
+    sinks_operand,
+)
 from aule.ops.attention.precision import factor_type
 from aule.ops.attention.problem import FAR, UNBOUNDED, AttentionProblem
 from aule.ops.rope.tables import rope_operands
 from aule.ops.shared.checks import (
-    FLOAT_DTYPES,
     LARGEST,
     checked_choice,
     checked_deterministic,
@@ -25,15 +34,9 @@ from aule.ops.shared.checks import (
     checked_number,
     checked_seed_words,
 )
-from aule.view import TensorView, restride
-
-MAX_HEAD_DIM = 256
-"""Largest query and value head dimension."""
+from aule.view import TensorView
 
 _WINDOW = "pass an int or a pair (left, right)"
-
-_LAYOUTS = {2: "[seq, head_dim]", 3: "[heads, seq, head_dim]", 4: "[batch, heads, seq, head_dim]"}
-_AXES = ("batch", "heads", "seq", "head_dim")
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,14 +147,14 @@ def attention_problem(
     InvalidShapeError, InvalidDtypeError, InvalidArgumentError, DeviceMismatchError
         Naming what was expected, what was found and the remedy.
     """
-    _check_dtypes(op, q, k, v)
+    check_dtypes(op, q, k, v)
     arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     arrays |= {"rope_cos": rope_cos, "rope_sin": rope_sin}
     dropout_p = checked_dropout(op, dropout_p)
-    _check_devices(op, arrays)
-    rank = _check_rank(op, q, k, v)
-    q4, k4, v4 = _lift(q), _lift(k), _lift(v)
-    _check_shapes(op, q4, k4, v4)
+    check_devices(op, arrays)
+    rank = check_rank(op, q, k, v)
+    q4, k4, v4 = lift(q), lift(k), lift(v)
+    check_shapes(op, q4, k4, v4, rank)
 
     batch, heads_q, seq_q, head_dim = q4.shape
     score_shape = (batch, heads_q, seq_q, k4.shape[2])
@@ -187,94 +190,16 @@ def attention_problem(
         q=q4,
         k=k4,
         v=v4,
-        mask=None if mask is None else _score_operand(op, "mask", mask, q.dtype, score_shape),
-        bias=None if bias is None else _score_operand(op, "bias", bias, q.dtype, score_shape),
+        mask=None if mask is None else score_operand(op, "mask", mask, q.dtype, score_shape),
+        bias=None if bias is None else score_operand(op, "bias", bias, q.dtype, score_shape),
         alibi=None if alibi_slopes is None else alibi_operand(op, alibi_slopes, batch, heads_q),
-        sinks=None if sinks is None else _sinks(op, sinks, heads_q),
+        sinks=None if sinks is None else sinks_operand(op, sinks, heads_q),
         seed=checked_seed_words(op, seed) if dropout_p else None,
         cos=cos,
         sin=sin,
         rank=rank,
     )
     return problem, operands
-
-
-def _check_dtypes(op: str, q: TensorView, k: TensorView, v: TensorView) -> None:
-    for name, view in (("q", q), ("k", k), ("v", v)):
-        if view.dtype not in FLOAT_DTYPES:
-            raise InvalidDtypeError(
-                f"[{op}] expected {name} of dtype {_either(FLOAT_DTYPES)}, got {view.dtype}; "
-                f"convert {name} to one of these first"
-            )
-    if not q.dtype == k.dtype == v.dtype:
-        raise InvalidDtypeError(
-            f"[{op}] expected q, k and v of one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}; "
-            f"convert k and v to {q.dtype}"
-        )
-
-
-def _check_devices(op: str, arrays: dict[str, TensorView | None]) -> None:
-    present = {name: view.device for name, view in arrays.items() if view is not None}
-    home = present["q"]
-    if any(device != home for device in present.values()):
-        found = ", ".join(f"{name} on {device}" for name, device in present.items())
-        raise DeviceMismatchError(f"[{op}] expected all arrays on one device, got {found}; move them to {home}")
-
-
-def _check_rank(op: str, q: TensorView, k: TensorView, v: TensorView) -> int:
-    for name, view in (("q", q), ("k", k), ("v", v)):
-        if len(view.shape) not in _LAYOUTS:
-            raise InvalidShapeError(
-                f"[{op}] expected {name} of shape {_either(_LAYOUTS.values())}, got {list(view.shape)}; "
-                f"add or merge axes of {name}"
-            )
-    ranks = {len(view.shape) for view in (q, k, v)}
-    if len(ranks) != 1:
-        raise InvalidShapeError(
-            f"[{op}] expected q, k and v with the same number of axes, got q {list(q.shape)}, k {list(k.shape)}, "
-            f"v {list(v.shape)}; add the missing axes of length 1"
-        )
-    return ranks.pop()
-
-
-def _check_shapes(op: str, q: TensorView, k: TensorView, v: TensorView) -> None:
-    for name, view in (("k", k), ("v", v)):
-        if view.shape[0] != q.shape[0]:
-            _mismatch(op, 0, "q", q, name, view, f"give {name} the batch of q, or expand it with stride 0")
-    for axis in (1, 2):
-        if k.shape[axis] != v.shape[axis]:
-            _mismatch(op, axis, "k", k, "v", v, "every key needs its value")
-    if q.shape[3] != k.shape[3]:
-        _mismatch(op, 3, "q", q, "k", k, "only v may have another head_dim")
-
-    for name, view in (("q", q), ("v", v)):
-        if not 1 <= view.shape[3] <= MAX_HEAD_DIM:
-            whose = "q and k" if name == "q" else "v"
-            remedy = "pad the last axis" if view.shape[3] == 0 else "split the last axis over more heads"
-            raise InvalidShapeError(
-                f"[{op}] expected the head_dim of {whose} in 1..{MAX_HEAD_DIM}, got {view.shape[3]}; {remedy}"
-            )
-
-    for name, view in (("q", q), ("k", k)):
-        if view.shape[2] > FAR:
-            raise InvalidShapeError(
-                f"[{op}] expected {name} of at most 2**30 = {FAR} rows, got {view.shape[2]} (shape "
-                f"{list(view.shape)}); split the sequence, and put the results together by their log-sum-exps"
-            )
-
-    heads_q, heads_kv = q.shape[1], k.shape[1]
-    if heads_q % heads_kv if heads_kv else heads_q:
-        raise InvalidShapeError(
-            f"[{op}] expected heads_q to be a multiple of heads_kv, got heads_q {heads_q} and heads_kv {heads_kv}; "
-            "repeat or drop heads of k and v"
-        )
-
-
-def _mismatch(op: str, axis: int, a: str, left: TensorView, b: str, right: TensorView, remedy: str) -> NoReturn:
-    raise InvalidShapeError(
-        f"[{op}] expected {a} and {b} of equal {_AXES[axis]}, got {a} {left.shape[axis]} and {b} {right.shape[axis]} "
-        f"(shapes {list(left.shape)} and {list(right.shape)}); {remedy}"
-    )
 
 
 def _scale(op: str, scale: float | None, head_dim: int, dtype: str) -> float:
@@ -287,7 +212,7 @@ def _scale(op: str, scale: float | None, head_dim: int, dtype: str) -> float:
         )
     if dtype != "f64" and abs(value) > LARGEST:
         raise InvalidArgumentError(
-            f"[{op}] expected a scale of at most {LARGEST:g}, for scores are float32, got {value}; pass None for the "
+            f"[{op}] expected a scale of at most {LARGEST:g}, since scores are float32, got {value}; pass None for the "
             "default 1/sqrt(head_dim)"
         )
     return value
@@ -301,8 +226,8 @@ def _softcap(op: str, softcap: float | None, scale: float, dtype: str) -> float:
         raise InvalidArgumentError(f"[{op}] expected a finite softcap >= 0, got {value}; pass None to switch it off")
     if dtype != "f64" and value and not abs(scale) / LARGEST <= value <= LARGEST:
         raise InvalidArgumentError(
-            f"[{op}] expected a softcap of {abs(scale) / LARGEST:.2g} to {LARGEST:g}, for scores, here with scale "
-            f"{scale:.3g}, are float32, got {value}; pass None to switch it off"
+            f"[{op}] expected a softcap from {abs(scale) / LARGEST:.2g} to {LARGEST:g}, since scores are float32 (with "
+            f"scale {scale:.3g}), got {value}; pass None to switch it off"
         )
     return value
 
@@ -344,72 +269,3 @@ def _window_side(op: str, side: str, value: int | None) -> int:
 def _bounded(keys: int) -> int:
     # Kernels count keys in 32 bits, and a window wider than any sequence is no window.
     return keys if keys < FAR else UNBOUNDED
-
-
-def _score_operand(op: str, name: str, view: TensorView, dtype: str, shape: tuple[int, ...]) -> TensorView:
-    if view.dtype not in FLOAT_DTYPES and not (name == "mask" and view.dtype == "bool"):
-        expected, remedy = "a float dtype", "convert it to float32"
-        if name == "mask":
-            expected, remedy = "dtype bool or a float dtype", "use mask.astype(bool) where True means attend"
-        elif view.dtype == "bool":
-            remedy = "pass a boolean array as mask"
-        raise InvalidDtypeError(f"[{op}] expected {name} of {expected}, got {view.dtype}; {remedy}")
-    if view.dtype == "f64" and dtype != "f64":
-        raise InvalidDtypeError(
-            f"[{op}] expected {name} of at most 32 bits with q of dtype {dtype}, got f64; convert {name} to float32"
-        )
-    if not 2 <= len(view.shape) <= 4:
-        raise InvalidShapeError(
-            f"[{op}] expected {name} with 2 to 4 axes, broadcastable to [batch, heads_q, seq_q, seq_kv] = "
-            f"{list(shape)}, got {list(view.shape)}; reshape {name}, a key-padding mask to [batch, 1, 1, seq_kv]"
-        )
-    lifted = _lift(view)
-    if any(size not in (1, full) for size, full in zip(lifted.shape, shape, strict=True)):
-        raise InvalidShapeError(
-            f"[{op}] expected {name} that broadcasts to [batch, heads_q, seq_q, seq_kv] = {list(shape)}, "
-            f"got {list(view.shape)}; give each axis its full length or 1"
-        )
-    # An axis of length 1 is read at index 0 only: stride 0 also where nothing is broadcast gives one key per layout.
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(lifted.shape, lifted.strides, strict=True))
-    return restride(view, shape, strides)
-
-
-def alibi_operand(op: str, view: TensorView, batch: int, heads_q: int) -> TensorView:
-    """Check slopes and bring them into the form of `Operands.alibi`."""
-    _check_f32(op, "alibi_slopes", view)
-    if view.shape == (heads_q,):
-        return restride(view, (batch, heads_q), (0, *view.strides))
-    if view.shape == (batch, heads_q):
-        return view
-    raise InvalidShapeError(
-        f"[{op}] expected alibi_slopes of shape [heads_q] = [{heads_q}] or [batch, heads_q] = [{batch}, {heads_q}], "
-        f"got {list(view.shape)}; give one slope per query head"
-    )
-
-
-def _sinks(op: str, view: TensorView, heads_q: int) -> TensorView:
-    _check_f32(op, "sinks", view)
-    if view.shape != (heads_q,):
-        raise InvalidShapeError(
-            f"[{op}] expected sinks of shape [heads_q] = [{heads_q}], got {list(view.shape)}; "
-            "give one logit per query head"
-        )
-    return view
-
-
-def _check_f32(op: str, name: str, view: TensorView) -> None:
-    if view.dtype != "f32":
-        raise InvalidDtypeError(f"[{op}] expected {name} of dtype f32, got {view.dtype}; convert {name} to float32")
-
-
-def _lift(view: TensorView) -> TensorView:
-    """The view with missing leading axes of length 1 and stride 0."""
-    lead = 4 - len(view.shape)
-    if lead == 0:
-        return view
-    return restride(view, (1,) * lead + view.shape, (0,) * lead + view.strides)
-
-
-def _either(options: Any) -> str:
-    *most, last = options
-    return f"{', '.join(most)} or {last}"

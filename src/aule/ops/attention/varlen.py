@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ops.attention.checks import alibi_operand
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import Array, Expected, expect
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, expect_gradients
-from aule.ops.attention.validate import Operands, alibi_operand, attention_problem
+from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.rope.tables import rope_operands
 from aule.view import TensorView
 
@@ -59,14 +60,14 @@ def varlen_problem(
     for name in ("mask", "bias"):
         if options.pop(name, None) is not None:
             raise InvalidArgumentError(
-                f"[{op}] expected no {name}, got one; sequences of different lengths have no common {name}: "
-                "pad them into one batch for it"
+                f"[{op}] expected no {name}, got one; packed sequences have no common {name}: pad them into a batch, "
+                "and use flash_attention"
             )
     for name, view in (("q", q), ("k", k), ("v", v)):
         if len(view.shape) != 3:
             raise InvalidShapeError(
                 f"[{op}] expected {name} of shape [rows of all sequences, heads, head_dim], got {list(view.shape)}; "
-                "put the sequences one behind the other"
+                "concatenate the sequences along the first axis"
             )
     batch = _check_offsets(op, cu_q, cu_k)
     slopes: TensorView | None = options.pop("alibi_slopes", None)
@@ -100,12 +101,12 @@ def _check_offsets(op: str, cu_q: TensorView, cu_k: TensorView) -> int:
     for name, view in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if view.dtype != "i32" or len(view.shape) != 1 or view.shape[0] < 1:
             raise InvalidDtypeError(
-                f"[{op}] expected {name} as int32 [batch + 1], got {view.dtype} {list(view.shape)}; convert it"
+                f"[{op}] expected {name} as int32 [batch + 1], got {view.dtype_name} {list(view.shape)}; convert it"
             )
     if cu_q.shape != cu_k.shape:
         raise InvalidShapeError(
             f"[{op}] expected as many sequences of keys as of queries, got {cu_q.shape[0] - 1} in cu_seqlens_q and "
-            f"{cu_k.shape[0] - 1} in cu_seqlens_k; give both alike"
+            f"{cu_k.shape[0] - 1} in cu_seqlens_k; give both the same number"
         )
     return cu_q.shape[0] - 1
 
@@ -122,8 +123,8 @@ def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given:
     lengths = np.diff(at.astype(np.int64))
     if at[0] != 0 or at[-1] != total or (lengths < 0).any():
         raise InvalidShapeError(
-            f"[{op}] expected cu_seqlens_{name} to rise from 0 to {total}, the rows there are, got {at.tolist()[:8]}"
-            f"{'...' if len(at) > 8 else ''}; give the cumulated lengths"
+            f"[{op}] expected cu_seqlens_{name} to rise from 0 to {total}, the number of rows, got {at.tolist()[:8]}"
+            f"{'...' if len(at) > 8 else ''}; pass cumulative lengths"
         )
     longest = int(lengths.max(initial=0))
     if given is not None and given < longest:
@@ -137,7 +138,7 @@ def _slopes(op: str, view: TensorView, batch: int, heads: int) -> TensorView:
     if view.dtype != "f32" or view.shape not in ((heads,), (batch, heads)):
         raise InvalidShapeError(
             f"[{op}] expected alibi_slopes as float32 [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], "
-            f"got {view.dtype} {list(view.shape)}; give one slope per query head"
+            f"got {view.dtype_name} {list(view.shape)}; give one slope per query head"
         )
     return alibi_operand(op, view, batch, heads)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from aule.dtypes import usual_name
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.ops.rows.checks import check_devices, check_floats, check_rows, check_shape
 from aule.ops.rows.problem import RowProblem
@@ -54,7 +55,8 @@ def bind_cross_entropy(
     check_rows(op, "logits", logits)
     if target.dtype not in ("i32", "i64"):
         raise InvalidDtypeError(
-            f"[{op}] expected target of dtype i32 or i64, the columns that are right, got {target.dtype}; convert it"
+            f"[{op}] expected target of int32 or int64, the correct column of each row, got {target.dtype_name}; "
+            "convert it"
         )
     check_devices(op, "logits", views)
     check_shape(op, "target", target, logits.shape[:-1], "give it one column for each row of logits")
@@ -67,17 +69,19 @@ def bind_cross_entropy(
         checked_flag(op, "wide", options["wide"]),
     )
     if "dloss" in views:
-        given = views["dloss"].dtype
-        if given != problem.loss_dtype:
-            raise InvalidDtypeError(f"[{op}] expected dloss of dtype {problem.loss_dtype}, got {given}; convert it")
-        check_shape(op, "dloss", views["dloss"], problem.loss_shape, "give it the shape of the loss")
+        dloss = views["dloss"]
+        if dloss.dtype != problem.loss_dtype:
+            raise InvalidDtypeError(
+                f"[{op}] expected dloss of {usual_name(problem.loss_dtype)}, got {dloss.dtype_name}; convert it"
+            )
+        check_shape(op, "dloss", dloss, problem.loss_shape, "give it the shape of the loss")
         for name in STATISTICS:
             saved = views[name]
             check_shape(op, name, saved, logits.shape[:-1], "pass what the forward pass returned")
             if saved.dtype != problem.work or (problem.rows > 1 and saved.strides != contiguous_strides(saved.shape)):
                 raise InvalidArgumentError(
-                    f"[{op}] expected {name} of dtype {problem.work} without gaps, got {saved.dtype} with strides "
-                    f"{list(saved.strides)}; pass what the forward pass returned"
+                    f"[{op}] expected {name} of {usual_name(problem.work)} without gaps, got {saved.dtype_name} with "
+                    f"strides {list(saved.strides)}; pass what the forward pass returned"
                 )
     known = {
         "loss": Result(problem.loss_dtype, problem.loss_shape),
@@ -115,4 +119,4 @@ def _smoothing(op: str, value: Any) -> float:
 
 
 def _reduction(op: str, value: Any) -> Reduction:
-    return cast("Reduction", checked_choice(op, "reduction", value, ("mean", "sum", "none"), "as in PyTorch"))
+    return cast("Reduction", checked_choice(op, "reduction", value, ("mean", "sum", "none"), "choose one"))

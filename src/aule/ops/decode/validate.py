@@ -222,8 +222,8 @@ def check_numbers(
     if lengths.size and _largest(lengths) > problem.seq_kv:
         wrong = int(np.flatnonzero((lengths < 0) | (lengths > problem.seq_kv))[0])
         raise InvalidShapeError(
-            f"[{op}] expected context_lens in 0..{problem.seq_kv}, the keys there is room for, got {lengths[wrong]} "
-            f"for sequence {wrong}; give the cache more room, or the lengths that it has"
+            f"[{op}] expected context_lens from 0 to {problem.seq_kv}, the size of the cache, got {lengths[wrong]} "
+            f"for sequence {wrong}; enlarge the cache or correct the lengths"
         )
     if table is None or not table.size or _largest(table) < problem.pages:  # all are valid, unused ones included
         return
@@ -262,7 +262,7 @@ def _queries(op: str, q: TensorView, cu_q: TensorView | None) -> tuple[TensorVie
         if rank != 3:
             raise InvalidShapeError(
                 f"[{op}] expected q of shape [rows of all sequences, heads_q, head_dim] with cu_seqlens_q, got "
-                f"{list(q.shape)}; put the sequences one behind the other"
+                f"{list(q.shape)}; concatenate the sequences along the first axis"
             )
         return heads_first(q), "packed"
     if rank == 4:
@@ -310,8 +310,8 @@ def _cache(op: str, name: str, view: TensorView, layout: str, paged: bool) -> Te
 def _check_cache_dtypes(op: str, q: TensorView, k: TensorView, v: TensorView) -> None:
     if k.dtype != v.dtype or k.dtype not in (q.dtype, *QUANTISED):
         raise InvalidDtypeError(
-            f"[{op}] expected k and v both of q's dtype, int8 or float8_e4m3fn, got q {q.dtype}, k {k.dtype}, "
-            f"v {v.dtype}; convert them"
+            f"[{op}] expected k and v both of q's dtype, int8 or float8_e4m3fn, got q {q.dtype_name}, k "
+            f"{k.dtype_name}, v {v.dtype_name}; convert them"
         )
 
 
@@ -320,7 +320,7 @@ def _batch(op: str, q: TensorView, cu_q: TensorView | None) -> int:
         return q.shape[0]
     if cu_q.dtype != "i32" or len(cu_q.shape) != 1 or cu_q.shape[0] < 1:
         raise InvalidDtypeError(
-            f"[{op}] expected cu_seqlens_q as int32 [batch + 1], got {cu_q.dtype} {list(cu_q.shape)}; convert it"
+            f"[{op}] expected cu_seqlens_q as int32 [batch + 1], got {cu_q.dtype_name} {list(cu_q.shape)}; convert it"
         )
     return cu_q.shape[0] - 1
 
@@ -343,7 +343,7 @@ def _check_indices(op: str, name: str, view: TensorView, shape: tuple[int | None
     if view.dtype != "i32" or not fits:
         wanted = ", ".join("max_pages" if n is None else f"batch = {n}" for n in shape)
         kind = InvalidShapeError if view.dtype == "i32" else InvalidDtypeError
-        raise kind(f"[{op}] expected {name} as int32 [{wanted}], got {view.dtype} {list(view.shape)}; convert it")
+        raise kind(f"[{op}] expected {name} as int32 [{wanted}], got {view.dtype_name} {list(view.shape)}; convert it")
 
 
 def _scale(op: str, name: str, scale: TensorView | None, cache: TensorView, swap: bool) -> TensorView | None:
@@ -352,13 +352,13 @@ def _scale(op: str, name: str, scale: TensorView | None, cache: TensorView, swap
     if (scale is not None) != quantised:
         raise InvalidArgumentError(
             f"[{op}] expected {name} {'with' if quantised else 'only with'} a cache of int8 or float8_e4m3fn, got "
-            f"{'none' if scale is None else 'one'} with {cache.dtype}; "
+            f"{'none' if scale is None else 'one'} with {cache.dtype_name}; "
             + ("give one scale for each token and head" if quantised else "drop it")
         )
     if scale is None:
         return None
     if scale.dtype != "f32":
-        raise InvalidDtypeError(f"[{op}] expected {name} of float32, got {scale.dtype}; convert it")
+        raise InvalidDtypeError(f"[{op}] expected {name} of float32, got {scale.dtype_name}; convert it")
     view = _swapped(scale) if swap and len(scale.shape) == 3 else scale
     if view.shape != cache.shape[:3]:
         raise InvalidShapeError(

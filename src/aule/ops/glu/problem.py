@@ -38,7 +38,7 @@ def bind_glu(op: str, views: Mapping[str, TensorView], options: Mapping[str, Any
         if gate.shape[-1] % 2:
             raise InvalidShapeError(
                 f"[{op}] expected gate with an even last axis when up is not given, got {list(gate.shape)}; "
-                "it holds gates and then the others"
+                "it holds gate and up one after the other"
             )
         shape = (*gate.shape[:-1], gate.shape[-1] // 2)
     else:

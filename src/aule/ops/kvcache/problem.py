@@ -64,18 +64,19 @@ def append_problem(op: str, views: Mapping[str, TensorView], *, interleaved: boo
         rows, cache = views[name], views[f"{name}_cache"]
         if rows.dtype not in FLOATS:
             raise InvalidDtypeError(
-                f"[{op}] expected {name} of float32, float16 or bfloat16, got {rows.dtype}; convert it first"
+                f"[{op}] expected {name} of float32, float16 or bfloat16, got {rows.dtype_name}; convert it first"
             )
         if rows.dtype != k.dtype or (cache.dtype != rows.dtype if quantize is None else cache.dtype != k_cache.dtype):
             raise InvalidDtypeError(
-                f"[{op}] expected k and v of one dtype, that of the cache unless it is quantised, got {k.dtype}, "
-                f"{rows.dtype} and a cache of {cache.dtype}; convert them first"
+                f"[{op}] expected k and v of one dtype, that of the cache unless it is quantised, got {k.dtype_name}, "
+                f"{rows.dtype_name} and a cache of {cache.dtype_name}; convert them first"
             )
         wanted = (batch, each, heads, rows.shape[3])
         if rows.shape != wanted or cache.shape[:2] != k_cache.shape[:2] or cache.shape[2:] != (heads, rows.shape[3]):
             raise InvalidShapeError(
-                f"[{op}] expected {name} with {cache.shape[2]} heads of {cache.shape[3]} and as many tokens as k, got "
-                f"{heads} heads of {rows.shape[3]} and {rows.shape[:2]} tokens; append to a cache of that shape"
+                f"[{op}] expected {name} with {cache.shape[2]} heads of {cache.shape[3]} elements and the tokens of k, "
+                f"got {rows.shape[2]} heads of {rows.shape[3]} and {rows.shape[0] * rows.shape[1]} tokens; make the "
+                "cache with heads_kv= and head_dim= of the model"
             )
     rotary = 0
     if "cos" in views:
@@ -109,7 +110,8 @@ def _rotary(op: str, cos: TensorView, sin: TensorView, head_dim: int) -> int:
         )
     if cos.dtype not in FLOATS or sin.dtype != cos.dtype:
         raise InvalidDtypeError(
-            f"[{op}] expected cos and sin of one float dtype, got {cos.dtype} and {sin.dtype}; convert them first"
+            f"[{op}] expected cos and sin of one float dtype, got {cos.dtype_name} and {sin.dtype_name}; convert "
+            "them first"
         )
     return rotary
 

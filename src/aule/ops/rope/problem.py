@@ -156,7 +156,7 @@ def check_positions(op: str, problem: RopeProblem, arrays: Mapping[str, Array]) 
 
 def _positions(op: str, ids: TensorView, x: TensorView) -> TensorView:
     if ids.dtype not in ("i32", "i64"):
-        raise InvalidDtypeError(f"[{op}] expected position_ids of int32 or int64, got {ids.dtype}; convert them")
+        raise InvalidDtypeError(f"[{op}] expected position_ids of int32 or int64, got {ids.dtype_name}; convert them")
     if len(ids.shape) == 2 and len(x.shape) == 4:  # [batch, seq] beside [batch, heads, seq, dim]
         ids = broadcast(ids, (ids.shape[0], 1, ids.shape[1]), (0, None, 1))
     return checked_broadcast(op, "position_ids", ids, x.shape[:-1], _ONE_EACH)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aule.dtypes import usual_name
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.shared.checks import checked_integer, checked_number
 from aule.view import TensorView, restride
@@ -98,8 +99,8 @@ def rope_operands(
     for view in (cos, sin):
         if view.dtype not in ("f32", dtype) or view.dtype != cos.dtype:
             raise InvalidDtypeError(
-                f"[{op}] expected cos and sin of rope both of dtype f32 or both of q's, {dtype}, got {cos.dtype} and "
-                f"{sin.dtype}; convert them to float32"
+                f"[{op}] expected cos and sin of rope both of float32 or both of q's dtype, {usual_name(dtype)}, got "
+                f"{cos.dtype_name} and {sin.dtype_name}; convert them to float32"
             )
         if view.shape != cos.shape or len(view.shape) not in (2, 3) or (view.shape[:-2] or (1,))[0] not in (1, batch):
             raise InvalidShapeError(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from aule.dtypes import usual_name
 from aule.errors import DeviceMismatchError, InvalidDtypeError, InvalidShapeError
 from aule.ir.types import SCALARS
-from aule.ops.shared.checks import FLOAT_DTYPES
+from aule.ops.shared.checks import FLOAT_DTYPES, FLOATS
 from aule.ops.shared.spec import Result
 from aule.tile.vector.engine import work_type
 from aule.view import TensorView, broadcast, contiguous_strides
@@ -22,16 +23,15 @@ def check_floats(op: str, main: str, views: Mapping[str, TensorView], alike: Ite
     first = views[main]
     for name, view in views.items():
         if view.dtype not in FLOAT_DTYPES:
-            raise InvalidDtypeError(
-                f"[{op}] expected {name} of dtype {', '.join(FLOAT_DTYPES)}, got {view.dtype}; convert it first"
-            )
+            raise InvalidDtypeError(f"[{op}] expected {name} of {FLOATS}, got {view.dtype_name}; convert it first")
         if name in alike and view.dtype != first.dtype:
             raise InvalidDtypeError(
-                f"[{op}] expected {name} of {main}'s dtype {first.dtype}, got {view.dtype}; convert one of them"
+                f"[{op}] expected {name} of {main}'s dtype {first.dtype_name}, got {view.dtype_name}; convert "
+                "one of them"
             )
         if view.dtype == "f64" and first.dtype != "f64":
             raise InvalidDtypeError(
-                f"[{op}] expected {name} of at most 32 bits with {main} of dtype {first.dtype}, got f64; convert it"
+                f"[{op}] expected {name} of at most 32 bits with {main} of {first.dtype_name}, got float64; convert it"
             )
     check_devices(op, main, views)
 
@@ -66,7 +66,7 @@ def checked_broadcast(op: str, name: str, view: TensorView, shape: tuple[int, ..
     lead = len(shape) - len(view.shape)
     if lead < 0 or any(n not in (1, m) for n, m in zip(view.shape, shape[lead:], strict=True)):
         raise InvalidShapeError(
-            f"[{op}] expected {name} that can be spread to {list(shape)}, got {list(view.shape)}; {remedy}"
+            f"[{op}] expected {name} broadcastable to {list(shape)}, got {list(view.shape)}; {remedy}"
         )
     return broadcast(view, shape, (*(None for _ in range(lead)), *range(len(view.shape))))
 
@@ -82,7 +82,7 @@ def check_statistics(op: str, main: str, views: Mapping[str, TensorView], count:
         want, found = statistics_result(views[main].dtype, views[main].shape, count), views["statistics"]
         if found.dtype != want.dtype:
             raise InvalidDtypeError(
-                f"[{op}] expected statistics of dtype {want.dtype}, got {found.dtype}; leave them out"
+                f"[{op}] expected statistics of {usual_name(want.dtype)}, got {found.dtype_name}; leave them out"
             )
         check_shape(op, "statistics", found, want.shape, "leave them out")
     return {name: view for name, view in views.items() if name != "statistics"}

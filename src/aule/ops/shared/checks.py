@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from aule.errors import InvalidArgumentError
+from aule.dtypes import either, usual_name
+from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.view import TensorView
 
 FLOAT_DTYPES = ("f32", "f16", "bf16", "f64")
 """dtypes of arrays of floating-point numbers."""
+
+FLOATS = either(tuple(map(usual_name, FLOAT_DTYPES)))
+"""The same, for messages."""
 
 LARGEST = 1e38
 """Largest magnitude of numbers that kernels take as float32, some of them times log2(e)."""
@@ -21,6 +25,20 @@ LARGEST = 1e38
 _TEXT = (str, bytes, bytearray)
 _NO_VALUE = (TypeError, ValueError, RuntimeError)
 """Errors of Python, NumPy and PyTorch for something that cannot be converted; PyTorch's is a RuntimeError."""
+
+
+def wrong_kind(op: str, name: str, expected: str, like: str, got: object) -> InvalidDtypeError:
+    """Make the error for an argument that is not the kind of array that the first one is."""
+    converters = {"a NumPy array": "numpy.asarray", "a torch tensor": "torch.as_tensor"}
+    remedy = f"convert it with {converters[expected]}" if expected in converters else "convert it first"
+    if name == "weight" and isinstance(got, (int, tuple, list)):
+        remedy = "rows are normalised along the last axis, so there is no normalized_shape"
+    elif got is None:
+        remedy = "pass it"
+    return InvalidDtypeError(
+        f"[{op}] expected {name} to be {expected} like {like}, got {'None' if got is None else type(got).__name__}; "
+        f"{remedy}"
+    )
 
 
 def checked_number(op: str, name: str, value: Any) -> float:
@@ -109,6 +127,6 @@ def checked_seed(op: str, seed: Any) -> int | None:
 def checked_seed_words(op: str, view: TensorView | None) -> TensorView:
     """Check the operand that holds the two words of a seed."""
     if view is None or view.shape != (2,) or view.itemsize != 4:
-        got = "None" if view is None else f"{view.dtype} {list(view.shape)}"
+        got = "None" if view is None else f"{view.dtype_name} {list(view.shape)}"
         raise InvalidArgumentError(f"[{op}] expected the two 32-bit words of a seed with dropout_p > 0, got {got}")
     return view

@@ -65,7 +65,7 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
     floats = {name: view for name, view in views.items() if name in alike}
     if mask is not None and mask.dtype != "bool":
         if mask.dtype not in FLOAT_DTYPES:
-            raise InvalidDtypeError(f"[{op}] expected mask of bool or floats, got {mask.dtype}; convert it")
+            raise InvalidDtypeError(f"[{op}] expected mask of bool or floats, got {mask.dtype_name}; convert it")
         floats["mask"] = mask
     check_floats(op, "x", floats, alike)
     check_devices(op, "x", views)

@@ -38,7 +38,7 @@ def check_gradients(q: Tensor, k: object, v: object, options: AttentionOptions) 
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         require_tensor(tensor, name)
     if options.out is not None:
-        raise no_gradient("out=", "leave out= away, or call it under torch.no_grad()")
+        raise no_gradient("out=", "leave out= out, or call it under torch.no_grad()")
 
 
 def with_gradient(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, Tensor]:

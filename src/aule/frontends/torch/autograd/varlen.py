@@ -38,7 +38,7 @@ def _check(q: Tensor, options: AttentionOptions) -> None:
     """Refuse tensors that require a gradient but cannot get one."""
     for name in (*CONSTANT, "out"):
         if getattr(getattr(options, name), "requires_grad", False) or (name == "out" and options.out is not None):
-            raise no_gradient(f"{name}=", f"detach {name}, or leave it away", OP)
+            raise no_gradient(f"{name}=", f"detach {name}, or leave it out", OP)
     if not route.route(q, options.backend).packed_gradients:
         where = f"tensors on {q.device}" + (f" and backend {options.backend}" if options.backend else "")
         raise no_gradient(where, "gradients are there for CUDA tensors on cuda, and for CPU tensors: move them", OP)

@@ -1,8 +1,8 @@
 """Attention as operators of PyTorch, ``torch.ops.aule.attention`` and ``attention_backward``, for tracing.
 
 A graph, an exported program or a transform holds these; when they run they call `aule.frontends.torch.passes`, so a
-compiled call computes the same as an eager one. Importing this module registers them, which a process that loads an
-exported program must do first.
+compiled call computes the same as an eager one. Importing this module registers them; `aule.api.exported` does so
+before an exported program is loaded.
 
 An operator has a fixed list of arguments. ``return_lse`` and ``out`` are handled around it, a window is always two
 sides, and a missing gradient is an empty tensor.

@@ -21,7 +21,7 @@ from torch.nn import functional
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch import entry, route
 from aule.frontends.torch.modes import autocast, dispatch_modes, dispatches, forward_ad, in_onnx_export, transform
-from aule.ops.attention.validate import MAX_HEAD_DIM
+from aule.ops.attention.checks import MAX_HEAD_DIM
 from aule.ops.shared.checks import checked_flag, checked_number
 from aule.options import AttentionOptions
 

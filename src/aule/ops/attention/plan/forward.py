@@ -61,7 +61,7 @@ def plan_forward(
     if problem.precision is not None and not rotates_runs(problem):
         raise InvalidArgumentError(
             f"[flash_attention] expected rope of full runs of {RUN} columns on matrix units, got "
-            f"{problem.rope and problem.rope.dim} rotated columns; precision=None computes in fp32"
+            f"{problem.rope and problem.rope.dim} rotated columns; precision=None computes in float32"
         )
     if problem.batch * problem.heads_q * problem.seq_q == 0:
         return Plan(())

@@ -1,0 +1,13 @@
+# What the snippets need of PyTorch, whose own files take mypy minutes to read.
+from typing import Any
+
+class dtype: ...
+
+float16: dtype
+
+class Tensor:
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> dtype: ...
+    def __dlpack__(self, *, stream: Any = ..., max_version: tuple[int, int] | None = ...) -> Any: ...
