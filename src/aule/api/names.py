@@ -47,8 +47,9 @@ _ADVICE = {
     "size_average": "pass reduction='mean' or 'sum'",
     "layout": "leave it out: arrays are [batch, heads, seq, head_dim]; swap axes 1 and 2 of others",
     "qkv_format": "leave it out: arrays are [batch, heads, seq, head_dim]; swap axes 1 and 2 of others",
-    "block_mask": "pass a boolean mask= or window=; functions of scores are not supported",
-    "score_mod": "pass softcap=, bias= or alibi_slopes=; functions of scores are not supported",
+    "block_mask": "call aule.flex_attention, which takes masks as functions",
+    "score_mod": "call aule.flex_attention, which takes functions of scores",
+    "mask_mod": "call aule.flex_attention with block_mask=aule.create_block_mask(mask_mod, ...)",
 }  # fmt: skip
 """What to do about options that have no counterpart."""
 
