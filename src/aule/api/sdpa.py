@@ -94,7 +94,7 @@ def scaled_dot_product_attention(
 
 
 def install(backend: str | None = None, verbose: bool = False) -> None:
-    """Replace ``torch.nn.functional.scaled_dot_product_attention`` with aule.
+    """Replace PyTorch's ``scaled_dot_product_attention``, and its ``flex_attention``, with aule.
 
     Calls that aule cannot serve go to PyTorch's own function and are counted with their reason: see `dispatch_stats`. A
     call in code that ``torch.compile`` or ``torch.export`` trace becomes the operator ``aule::attention``, and is
@@ -102,6 +102,9 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
     which has second derivatives and forward mode; aule has neither. So do calls under
     ``torch.nn.attention.sdpa_kernel`` without a fused kernel (``SDPBackend.MATH`` alone), nested tensors, and CPU
     tensors without the CPU engine (extra ``cpu``), which NumPy would compute more slowly than PyTorch.
+
+    ``flex_attention`` is served where it is called by itself, compiled (``torch.compile(flex_attention)``) or not; a
+    larger compiled graph, and ``torch.compile(flex_attention, fullgraph=True)``, need PyTorch's own.
 
     Modules that imported the function by its name before get aule's, too. References under other names, in closures,
     default arguments or attributes of objects, and calls of ``torch._C._nn`` or ``torch.ops.aten`` stay PyTorch's.
@@ -134,6 +137,7 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
         front_end.set_function(ours)
         front_end.replace_imports(original, ours)
         front_end.tag_graphs(True, backend)
+        _flex().put(_settings, _count)
     for kept in front_end.kept_references(original) if verbose else ():
         print(f"aule: {kept} is still PyTorch's own function")
 
@@ -150,6 +154,7 @@ def uninstall() -> None:
             front_end.set_function(_now.original)
         front_end.replace_imports(_now.ours, _now.original)
         front_end.tag_graphs(False)
+        _flex().take_out()
         _now = None
 
 
@@ -286,6 +291,12 @@ def _front_end(function: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise without_torch(function, error) from None
     return functions
+
+
+def _flex() -> ModuleType:
+    from aule.frontends.torch.flex import install as flex_front_end
+
+    return flex_front_end
 
 
 def _settings() -> tuple[bool, str | None]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aule.engine import observe
 from aule.frontends.torch import route
 from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.autograd.refuse import refuse_second
@@ -54,7 +55,7 @@ class _Flex(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         out, lse = _compute(q, k, v, options, functions, True)
         # Without the tensors, which are saved as such.
-        ctx.options, ctx.names = options, names
+        ctx.options, ctx.names, ctx.caller = options, names, observe.caller.get()
         ctx.functions = Functions(functions.score_mod, functions.mask_mod, {})
         ctx.save_for_backward(q, k, v, out, lse, *captured)
         ctx.set_materialize_grads(False)
@@ -72,7 +73,7 @@ class _Flex(torch.autograd.Function):  # type: ignore[misc]
         )
         wanted = [name for name, want in zip(ctx.names, ctx.needs_input_grad[6:], strict=True) if want]
         given = tuple(x for x in (dout, dlse) if x is not None)
-        with torch.no_grad():
+        with torch.no_grad(), observe.called_by(ctx.caller):
             dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
             if dlse is not None:
                 # A row that keeps no key has a log-sum-exp of -inf, and depends on nothing.

@@ -40,5 +40,5 @@ def traced(
         return dtype_name(tensor, f"a tensor captured by {name}", tracing.OP)
 
     with _Recording():
-        program, arrays = tracing.trace(rebound(function), inputs, work, dtype_of, name)
+        program, arrays = tracing.trace(rebound(function), inputs, work, dtype_of, name, q.device)
     return program, [x if isinstance(x, Tensor) else torch.as_tensor(x, device=q.device) for x in arrays]

@@ -39,10 +39,12 @@ class Tracer:
         Captured numbers.
     dtype_of : callable
         The IR name of a captured array's element type.
+    device : object
+        What a function sees as the device of its arguments.
     """
 
-    def __init__(self, work: str, dtype_of: Callable[[Any], str]) -> None:
-        self.graph, self.dtype_of = Graph(work), dtype_of
+    def __init__(self, work: str, dtype_of: Callable[[Any], str], device: Any = None) -> None:
+        self.graph, self.dtype_of, self.device = Graph(work), dtype_of, device
         self.arrays: list[Any] = []
         self.numbers: list[float | int] = []
 
@@ -120,6 +122,11 @@ class Symbol:
     shape: tuple[int, ...] = ()
     ndim = 0
 
+    @property
+    def device(self) -> Any:
+        """The device of the arrays of the call."""
+        return self.tracer.device
+
     def dim(self) -> int:
         """A symbol is a number."""
         return 0
@@ -194,12 +201,13 @@ def trace(
     work: str,
     dtype_of: Callable[[Any], str],
     name: str,
+    device: Any = None,
 ) -> tuple[BoundFunction, list[Any]]:
     """Call a function with symbols of its ``inputs``. Returns the program, and the arrays that it captured.
 
     A function of scores gives a float, one without a score (a mask) a bool.
     """
-    tracer = Tracer(work, dtype_of)
+    tracer = Tracer(work, dtype_of, device)
     symbols = [tracer.symbol(tracer.graph.input(x)) for x in inputs]
     _check_arguments(function, inputs, name)
     found = function(*symbols)

@@ -1,0 +1,118 @@
+"""The function that `aule.install` puts in the place of PyTorch's ``flex_attention``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from aule.backends import registry
+from aule.engine.observe import called_by
+from aule.errors import AuleError
+from aule.frontends.torch.flex.entry import flex_attention as compute
+from aule.frontends.torch.route import home
+
+_NAME = "flex_attention"
+_made: dict[Any, Any] = {}
+"""Our function by the one that it replaced."""
+
+
+def put(settings_now: Callable[[], tuple[bool, str | None]], count: Callable[[str | None], None]) -> None:
+    """Replace PyTorch's function, in its module and where it was imported by its name."""
+    from torch.nn.attention import flex_attention as module
+
+    original = module.flex_attention
+    if original in _made.values():
+        return
+    ours = _made.get(original)
+    if ours is None:
+        ours = _made[original] = _replacement(original, settings_now, count)
+    _exchange(original, ours)
+
+
+def take_out() -> None:
+    """Restore PyTorch's own function."""
+    for original, ours in _made.items():
+        _exchange(ours, original)
+
+
+def _exchange(old: Any, new: Any) -> None:
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and vars(module).get(_NAME) is old:
+            setattr(module, _NAME, new)
+
+
+def _replacement(
+    original: Callable[..., Any],
+    settings_now: Callable[[], tuple[bool, str | None]],
+    count: Callable[[str | None], None],
+) -> Callable[..., Any]:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def serve(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        active, backend = settings_now()
+        if active:
+            try:
+                with called_by("install"):
+                    result = _served(backend, *arguments, **options)
+            except _PassOn as reason:
+                count(str(reason))
+            except AuleError as error:
+                count(error.code)
+            else:
+                count(None)
+                return result
+        return original(*arguments, **options)
+
+    def flex_attention(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():  # part of a larger graph, which holds PyTorch's operator
+            return original(*arguments, **options)
+        return serve(arguments, options)
+
+    # torch.compile(flex_attention) then calls it as it is.
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(flex_attention.__code__)
+    return wraps(original)(flex_attention)
+
+
+class _PassOn(Exception):
+    """A call that goes to PyTorch's function; its text is the reason, the same for calls that are alike."""
+
+
+def _served(
+    backend: str | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    for x in (query, key, value):
+        if type(x) not in (Tensor, Parameter) or x.dim() != 4:
+            raise _PassOn("not plain tensors of four axes")
+    if not (enable_gqa or query.shape[1] == key.shape[1]) or (return_lse and return_aux is not None):
+        raise _PassOn("a call that PyTorch refuses, too")
+    if getattr(return_aux, "max_scores", False):
+        raise _PassOn("max_scores")
+    if backend is None and not home(query).in_place:
+        raise _PassOn(f"tensors of {query.device.type}")
+    if backend is None and query.is_cpu:
+        registry.find("cpu")  # NumPy would be slower than PyTorch
+    out, lse = compute(query, key, value, score_mod, block_mask, scale, backend)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
