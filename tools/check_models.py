@@ -165,7 +165,8 @@ INTRODUCTION = """# Models
 
 Every family of transformers and every model class of diffusers of which a tiny random model could be made, with aule's
 attention against the model's own: outputs with and without padding, gradients, and `generate` where a class has it.
-Written by `tools/check_models.py` on {date} with {versions}, on the CPU in float32.
+Written by `tools/check_models.py` on {date}, on the CPU in float32, with
+{versions}.
 
 - **served**: aule computed attention, and the results agree (relative error below 1e-3).
 - **handed on**: no call reached aule, and the results agree: the model has no attention, or computes it itself.
