@@ -1,11 +1,11 @@
-"""Checks every model family of transformers with aule against its own attention, and writes the table.
+"""Checks every model of transformers and diffusers with aule against its own attention, and writes the table.
 
     python tools/check_models.py                     all families: docs/models.json, docs/models.md
-    python tools/check_models.py --only llama,bloom  some of them, printed
+    python tools/check_models.py --library transformers --only llama,bloom  some of them, printed
     python tools/check_models.py --resume            only those that docs/models.json has no result of
     python tools/check_models.py --table             docs/models.md from docs/models.json
 
-Models are tiny and random (``model_configs.py``) and run on the CPU in a child process, which
+Models are tiny and random (``model_configs.py``, ``diffusers_configs.py``) and run on the CPU in a child process, which
 is started again after a crash or a family that takes too long. The exit status is 1 if a family is wrong.
 """
 
@@ -30,8 +30,12 @@ TABLE = ROOT / "docs" / "models.md"
 SECONDS = 180
 """What a family may take."""
 
-LIBRARIES = {"transformers": ("aule", "cache", "install")}
+LIBRARIES = {
+    "transformers": ("aule", "cache", "install"),
+    "diffusers": ("backend", "processor", "install"),
+}
 """The ways in which each library is checked."""
+MODULES = {"transformers": "model_checks", "diffusers": "diffusers_checks"}
 
 
 def main() -> int:
@@ -93,7 +97,7 @@ def _read() -> dict[str, Any]:
 
 
 def _checks(library: str) -> Any:
-    return importlib.import_module({"transformers": "model_checks"}[library])
+    return importlib.import_module(MODULES[library])
 
 
 def _names(library: str) -> list[str]:
@@ -136,7 +140,7 @@ def _results(library: str, names: list[str]) -> Iterator[tuple[str, dict[str, An
         worker.kill()
         status = worker.wait()
         why = f"took more than {SECONDS} s" if not ready else f"ended its process with status {status}"
-        verdict = {"not made": why} if not ready else {"aule": {"verdict": "wrong", "message": why}}
+        verdict = {"not made": why} if not ready else {LIBRARIES[library][0]: {"verdict": "wrong", "message": why}}
         worker = None
         yield name, {"class": name, **verdict}
     if worker is not None and worker.stdin is not None:
@@ -159,14 +163,16 @@ def wrong(data: dict[str, Any]) -> list[str]:
 
 INTRODUCTION = """# Models
 
-Which model families work with aule. For each one a tiny random model is made and run twice, with aule's attention and
-with its own eager attention; outputs with and without padding, gradients, and `generate` (where the class has it) are
-compared. Written by `tools/check_models.py` on {date} with {versions}, on the CPU in float32.
+Which models work with aule: every family of transformers and every model class of diffusers of which a tiny random
+model could be made. Each is run with aule's attention and with its own; outputs with and without padding, gradients,
+and `generate` (where the class has it) are compared. Written by `tools/check_models.py` on {date}, on the CPU in
+float32, with {versions}.
 
 - **served**: aule computed attention, and the results agree (relative error below 1e-3).
 - **handed on**: no call reached aule, and the results agree: the model has no attention, or code of its own for it.
+  `set_attention_backend("aule")` says so in a warning, also if it reaches only some layers (served in part).
 - **refused**: an error names the reason and what to use instead.
-- **wrong**: the results differ. There must be none.
+- **wrong**: the results differ, or attention is not served without a word. There must be none.
 
 Gradients of audio models are compared without padding. If every key of a row is padding, its result is undefined: such
 rows are left out if the output has the length of the input; otherwise PyTorch's attention is the reference (*).
@@ -176,6 +182,8 @@ COLUMNS = {
     "aule": '`attn_implementation="aule"`',
     "cache": "`AuleCache`",
     "install": "`aule.install()`",
+    "backend": '`set_attention_backend("aule")`',
+    "processor": "`AuleAttnProcessor`",
 }
 
 
@@ -187,12 +195,13 @@ def table(data: dict[str, Any]) -> str:
         results = data["results"].get(library, {})
         made = {name: result for name, result in results.items() if "not made" not in result}
         lines += [f"## {library}", "", _counts(made, ways, len(results) - len(made)), ""]
-        lines += ["| family | class | " + " | ".join(COLUMNS[way] for way in ways) + " | compared |"]
-        lines += ["|---" * (len(ways) + 3) + "|"]
+        first = ["class"] if library == "diffusers" else ["family", "class"]
+        lines += [f"| {' | '.join([*first, *(COLUMNS[way] for way in ways), 'compared'])} |"]
+        lines += ["|---" * (len(first) + len(ways) + 1) + "|"]
         for name, result in sorted(made.items()):
-            cells = [_cell(result.get(way, {})) for way in ways]
-            lines += [f"| {name} | {result['class']} | {' | '.join(cells)} | {', '.join(result.get('compared', ()))} |"]
-        lines += ["", f"### Not made ({library})", "", "| family | reason |", "|---|---|"]
+            cells = [name, result["class"]][-len(first) :] + [_cell(result.get(way, {})) for way in ways]
+            lines += [f"| {' | '.join(cells)} | {', '.join(result.get('compared', ()))} |"]
+        lines += ["", f"### Not made ({library})", "", f"| {first[0]} | reason |", "|---|---|"]
         for name, result in sorted(results.items()):
             if "not made" in result:
                 lines += [f"| {name} | {result['not made'][:150].replace('|', '/')} |"]
@@ -211,7 +220,8 @@ def _counts(made: dict[str, Any], ways: tuple[str, ...], missing: int) -> str:
 
 def _cell(found: dict[str, Any]) -> str:
     star = " (*)" if found.get("reference") == "sdpa" else ""
-    return f"{found.get('verdict', '')}{star}"
+    part = " in part" if found.get("verdict") == "served" and found.get("others") else ""
+    return f"{found.get('verdict', '')}{part}{star}"
 
 
 if __name__ == "__main__":

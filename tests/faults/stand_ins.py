@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import fake_metal
 import msl_shim
-import numpy as np
 import pytest
 from drivers import Driver
 from injector import Injector
@@ -121,7 +119,7 @@ class Metal(Driver):
         if not msl_shim.available():
             pytest.skip("no g++ to run Metal's kernels")
         fake_metal.install(patch)
-        patch.setattr(fake_metal.FakeNative, "newCommandQueue", lambda gpu: fake_metal.FakeQueue(_execute))
+        patch.setattr(fake_metal.FakeNative, "newCommandQueue", lambda gpu: fake_metal.FakeQueue(msl_shim.execute))
         for owner, name, nothing in self.creations:
             patch.setattr(owner, name, self._wrapped(name, getattr(owner, name), nothing))
         run = fake_metal.FakeCommand.run
@@ -144,14 +142,3 @@ class Metal(Driver):
         device._reclaim()
         kept = sum(b.size for buffers in device._cache.values() for b in buffers)
         return Counter({"pooled bytes": kept, "commands": len(device._pending)})
-
-
-def _execute(command: fake_metal.FakeCommand) -> None:
-    assert command.encoded is not None and command.pipeline is not None
-    (x, y, z), (threads, _, _) = command.dispatched
-    source, buffers = command.pipeline.source, command.encoded.buffers
-    count = msl_shim.buffers_of(source)
-    function = msl_shim.compile_kernel(source, command.pipeline.name, threads)
-    memory = [np.frombuffer(buffers[i].memory, np.uint8).ctypes.data for i in range(count)]
-    block = command.encoded.bytes.get(count, b"")
-    function((ctypes.c_void_p * count)(*memory), block, *map(ctypes.c_uint, (x, y, z)))

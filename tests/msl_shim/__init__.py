@@ -174,6 +174,18 @@ def buffers_of(source: str) -> int:
     return len(_BUFFER.findall(source))
 
 
+def execute(command: Any) -> None:
+    """Run what was encoded into a command of `fake_metal`."""
+    assert command.encoded is not None and command.pipeline is not None
+    size, (threads, _, _) = command.dispatched
+    source, buffers = command.pipeline.source, command.encoded.buffers
+    count = buffers_of(source)
+    function = compile_kernel(source, command.pipeline.name, threads)
+    memory = [np.frombuffer(buffers[i].memory, np.uint8).ctypes.data for i in range(count)]
+    block = command.encoded.bytes.get(count, b"")
+    function((ctypes.c_void_p * count)(*memory), block, *map(ctypes.c_uint, size))
+
+
 def _source(source: str, entry: str, workgroup: int) -> str:
     """The kernel, and a C function that runs its grid."""
     text = _THREADGROUP_ARRAY.sub(r"    static \1", source)

@@ -3,7 +3,6 @@ simdgroup matrices in Apple's layout. Apple's compiler and hardware are not test
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -153,18 +152,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """The Metal runtime on a stand-in for PyObjC whose GPU is the shim."""
     devices.need("msl-shim")
     gpu = fake_metal.install(monkeypatch)[1]
-
-    def execute(command: fake_metal.FakeCommand) -> None:
-        assert command.encoded is not None and command.pipeline is not None
-        (x, y, z), (threads, _, _) = command.dispatched
-        source, buffers = command.pipeline.source, command.encoded.buffers
-        count = msl_shim.buffers_of(source)
-        function = msl_shim.compile_kernel(source, command.pipeline.name, threads)
-        memory = [np.frombuffer(buffers[i].memory, np.uint8).ctypes.data for i in range(count)]
-        block = command.encoded.bytes.get(count, b"")
-        function((ctypes.c_void_p * count)(*memory), block, *map(ctypes.c_uint, (x, y, z)))
-
-    gpu.execute = execute
+    gpu.execute = msl_shim.execute
     found = metal.devices()[0]
     yield found
     found.close()

@@ -54,6 +54,27 @@ assert np.allclose(found, aule.flash_attention(x, x, x, backend="numpy"), atol=1
 print("right")
 """
 
+GRADIENTS = """
+import sys
+sys.path.insert(0, "tests")
+import conftest  # guards memory, and finds test modules
+import devices, fused_cases, test_backward, test_cross_entropy_devices, test_fused, test_linear_devices, test_varlen
+from aule.ops.catalogue import CATALOGUE
+
+device, done = devices.need("cpu"), set()
+for case in fused_cases.CASES:
+    if case.op not in done:
+        test_fused.check(case, device)
+        done.add(case.op)
+test_cross_entropy_devices.test_loss_and_gradient("cpu", 0)
+test_linear_devices.test_result_and_gradients("cpu", 0)
+assert {*CATALOGUE} == done | {"cross_entropy", "layer_norm_linear"}, done
+for case in test_backward.CASES[:: len(test_backward.CASES) // 2]:
+    test_backward.judge(device, case)
+test_varlen.test_cases(device, test_varlen.CASES[0])
+print("right")
+"""
+
 
 @pytest.mark.parametrize("side", ["end", "start"])
 @pytest.mark.parametrize("what", ["nothing", "byte", "buffer", "array"])
@@ -67,6 +88,15 @@ def test_guards_notice(side: str, what: str, tmp_path: Path) -> None:
     else:
         signals = ("SIGILL", "SIGTRAP") if what == "array" else ("SIGSEGV", "SIGBUS")
         assert signal.Signals(-done.returncode).name in signals and done.stdout == "", done.stderr
+
+
+@pytest.mark.slow
+def test_gradients_of_every_op_stay_inside() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GRADIENTS],
+        cwd=ROOT, env=os.environ | {"AULE_TEST_GUARD": "end"}, capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr[-4000:]
 
 
 @pytest.mark.slow

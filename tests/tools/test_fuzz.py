@@ -20,7 +20,8 @@ TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
 
 import fuzz  # noqa: E402
-from fuzzing import report, space  # noqa: E402
+from fuzzing import bounds, report, space  # noqa: E402
+from fuzzing.trial import Wanted  # noqa: E402
 
 SEED = 22
 
@@ -125,6 +126,37 @@ def test_scripts_of_right_cases_run(group: str, op: str, front: str) -> None:
         pytest.importorskip("torch")
     case = case_of(op, group, front=front)
     exec(compile(report.script(fuzz.trial_of(case), case, "nothing"), "script.py", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "gap", "step", "expanded"])
+def test_rope_in_place(layout: str) -> None:
+    """Elements that share memory are refused, which is right."""
+    case = case_of("rope", front="numpy") | {"inplace": True, "grad": False, "shape": [2, 3, 5, 64], "columns": 64}
+    case |= {"layout": layout, "pairs": 32, "ids": None, "tables": "positions", "values": "normal"}
+    trial = fuzz.trial_of(case)
+    assert trial.refused == (layout == "expanded") and not fuzz.judge(case)
+
+
+@pytest.mark.parametrize(
+    ("op", "backend", "rounded"),
+    [("layer_norm", "cpu", False), ("layer_norm", "vulkan", True), ("layer_norm_linear", "cpu", True)],
+)
+def test_rows_of_equal_numbers(op: str, backend: str, rounded: bool) -> None:
+    """Where the mean of equal numbers is rounded, what is left of them is divided by the root of eps."""
+    case = case_of(op, front="numpy") | {"backend": backend, "values": "constant", "dtype": "f32"}
+    case |= {"without": ["bias"], "options": {"eps": 1e-5}}
+    limit = float(np.max(fuzz.trial_of(case).wanted()["y"].limit))
+    assert (limit > 2.0**-23 * 0.75 / 1e-5**0.5) == rounded and limit < 0.1
+
+
+def test_faint_weights_promise_nothing() -> None:
+    """`docs/numerics.md`, nan-in-v: an infinity whose weight may be zero."""
+    values, weights = np.array([[np.inf, np.inf, 1.0]]), np.array([[2.0**-25, 0.5, 0.0]])
+    for dtype, skipped in (("f16", [True, False, False]), ("f32", [False, False, False])):
+        found = bounds.without_faint({"out": Wanted(values, 1e-3, dtype)}, weights)["out"]
+        assert np.broadcast_to(found.skip, values.shape)[0].tolist() == skipped
+    assert bounds.marks(np.ones(3, np.float16), "f16") is None
+    assert bounds.marks(np.array([1.0, np.nan], np.float16), "f16").tolist() == [0.0, 1.0]
 
 
 def test_every_kind_of_mistake_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from aule.ops.attention.reference import Inputs, expect, to_f64
+from aule.ops.attention.reference import Inputs, attention_reference, expect, to_f64
 from aule.ops.attention.reference_backward import expect_gradients
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.attention.varlen import expect_varlen, expect_varlen_gradients, varlen_problem
 from aule.ops.softmax.dropout import seed_words
 from aule.view import TensorView, contiguous_strides
-from fuzzing.bounds import HALF_EPS, Bounds, extra_gradients, packed, reshaped
+from fuzzing.bounds import HALF_EPS, Bounds, extra_gradients, marks, packed, reshaped, without_faint
 from fuzzing.trial import Array, Buffer, Name, Step, Trial, Wanted, buffer, names
 
 Case = dict[str, Any]
@@ -212,6 +212,9 @@ def flash_attention(case: Case) -> Trial:
             given |= {x: buffer(to_f64(given[x], "f32"), problem.dtype).view.storage for x in "qkv"}
         bounds = Bounds(case, problem, given)
         results = bounds.results(expect(problem, **given))
+        nonfinite = marks(given["v"], problem.dtype)
+        if nonfinite is not None:
+            results = without_faint(results, attention_reference(problem, **(given | {"v": nonfinite}))[0])
         if case["precision"] is not None:
             results = {name: replace(one, dtype="f32", limit=one.limit + 1e-3) for name, one in results.items()}
         results = {name: reshaped(one, one.values.shape[lead:]) for name, one in results.items()}
@@ -289,6 +292,10 @@ def varlen(case: Case) -> Trial:
         problem, operands = varlen_problem(**views, max_q=None, max_k=None, **plain, **more)
         bounds = Bounds(case, problem, {x: getattr(operands, x).storage for x in "qkv"})
         found = bounds.results(expect_varlen(problem, operands))
+        nonfinite = marks(operands.v.storage, problem.dtype)
+        if nonfinite is not None:
+            marked = replace(operands, v=replace(operands.v, storage=nonfinite))
+            found = without_faint(found, expect_varlen(problem, marked).out)
         results = {"out": packed(found["out"])}
         if case["return_lse"] and not (case["rope"] is not None and case["dtype"] in HALF_EPS):
             results["lse"] = reshaped(found["lse"], (heads, total_q))

@@ -20,7 +20,7 @@ from aule.ops.attention.reference import (
 )
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, gradient_tolerance
 from aule.ops.softmax.dropout import keep_scale
-from fuzzing.trial import Array, Trial, Wanted
+from fuzzing.trial import Array, Trial, Wanted, buffer
 
 Case = dict[str, Any]
 EPS = {"f64": 2.0**-52}
@@ -28,6 +28,8 @@ EPS = {"f64": 2.0**-52}
 HALF_EPS = {"f16": 2.0**-10, "bf16": 2.0**-7}
 LEAST = {"f16": 2.0**-25}
 """What rounding an output costs at least, however small it is: half of the smallest subnormal number."""
+FAINT = {"f16": 4 * 2.0**-25, "f64": 1e-300}
+"""Weights that may be zero, of a few keys together (`docs/numerics.md`, nan-in-v); 1e-36 for all other types."""
 
 
 class Bounds:
@@ -79,6 +81,19 @@ class Bounds:
             limit = max(limit, rounding) + 2 * self.slack * found.magnitude[name]
             result[name] = Wanted(found.reference[name], limit, self.problem.dtype)
         return result
+
+
+def marks(v: Array, dtype: str) -> Array | None:
+    """Ones where v is not finite, else zeros, as v is stored; None if all of it is finite."""
+    bad = ~np.isfinite(to_f64(v, dtype))
+    return buffer(bad, dtype).view.storage if bad.any() else None
+
+
+def without_faint(wanted: dict[str, Wanted], weights: Array) -> dict[str, Wanted]:
+    """Promise nothing about outputs in which what is not finite has a weight that may be zero."""
+    out = wanted["out"]
+    faint = (weights > 0) & (weights < FAINT.get(out.dtype, 1e-36))
+    return {**wanted, "out": replace(out, skip=out.skip | faint)}
 
 
 def row_sums(dout: Array, dtype: str) -> float:

@@ -362,7 +362,7 @@ def rows_family(draw: Draw, backend: str) -> Case:
         family |= {"pairs": pairs, "ids": draw.choice((None, None, "i64", "i32")), "inplace": False}
         family["tables"] = draw.choice(("positions", "batch", "twice"))
         if op == "rope" and not family["grad"] and one_in(draw, 4):
-            family |= {"inplace": True, "layout": "contiguous"}
+            family |= {"inplace": True, "layout": draw.choice(("contiguous", "gap", "step", "expanded"))}
     return family
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import grid
@@ -17,7 +18,7 @@ from aule.ops.attention.cpu.plan import plan_backward, plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
-from aule.ops.attention.validate import Operands
+from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.shared.plan import Plan
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides
@@ -110,3 +111,19 @@ def test_small_grid_of_gradients(case: grid.Case, target: Target) -> None:
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
     wrong = compare_gradients(problem, memory, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
+
+
+def laid_out(*shape: int) -> TensorView:
+    return TensorView("f32", shape, contiguous_strides(shape), "host", None)
+
+
+@pytest.mark.parametrize("name", ["avx512", "baseline"])
+def test_lengths_share_kernels(name: str) -> None:
+    """A process that sees every length holds a bounded number of kernels for each set of options."""
+    kernels = set()
+    for heads, rows, keys in product((1, 8), [*range(1, 140), 4000, 20_000], (1, 100, 50_000)):
+        q, k = laid_out(1, heads, rows, 32), laid_out(1, heads, keys, 32)
+        problem, _ = attention_problem(q, k, k)
+        plan = plan_forward(problem, {"q": q, "k": k, "v": k, "o": q}, TARGETS[name])
+        kernels |= {step.config for step in plan.steps}
+    assert 20 < len(kernels) <= 48, len(kernels)
