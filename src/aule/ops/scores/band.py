@@ -250,7 +250,7 @@ class Scores:
         config = self.config
         assert config.mask_function is not None
         keeps = Emitter(self.p, config.mask_function, MASK_FUNCTION, config.score_unit).keeps
-        return mod.Modifier(_dropping(keeps), everywhere=not config.tiles_listed)
+        return mod.Modifier(_dropping(keeps), everywhere=config.calls_mask)
 
     def _reader(self, name: str, dtype: str, head: Value, columns: Columns) -> Callable[[mod.Site], Value]:
         """A function that reads an element of a mask or bias, or a vector; rows and columns past the end read the
