@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from aule.ops.attention.prepass.function_tiles import FunctionTilesConfig, build_function_tiles
 from aule.ops.attention.prepass.mask_kernels import MaskTilesConfig, TileOrderConfig, build_order, build_tiles
@@ -61,7 +61,7 @@ def mask_prepass(
         The mask starts at a multiple of 16 bytes.
     """
     varies = [n > 1 and stride != 0 for n, stride in zip(view.shape, view.strides, strict=True)]
-    found = _maps(problem, shape, transposed, varies)
+    found = tile_maps(problem, shape, transposed, varies)
     workspace = _workspace(found)
     if view.dtype == "bool":
         workspace["mask_bits"] = found["looked_at"] * (shape.block_q // SIZE) * words(shape.block_kv) * LANES
@@ -114,7 +114,7 @@ def function_prepass(
     """Plan the launches that list the tiles of the user's mask function; parameters as for `mask_prepass`."""
     assert problem.mask_mod is not None
     program: ScoreFunction = problem.mask_mod.program
-    found = _maps(problem, shape, transposed, [*function_varies(problem), True, True])
+    found = tile_maps(problem, shape, transposed, [*function_varies(problem), True, True])
     workspace = _workspace(found)
     index64 = bool(options["index64"]) or max(workspace.values()) > _FAR
     sizes = shape.block_q, shape.block_kv, transposed
@@ -130,9 +130,17 @@ def function_prepass(
     return MaskPrepass(tuple(step for step in launches if step.grid[0]), workspace, found, fields)
 
 
-def _maps(
-    problem: AttentionProblem, shape: SimtShape | FragmentShape, transposed: bool, varies: Sequence[bool]
-) -> dict[str, int]:
+class Blocks(Protocol):
+    """Rows of a block, and keys of a tile; the other way round for a kernel that passes over rows."""
+
+    @property
+    def block_q(self) -> int: ...
+
+    @property
+    def block_kv(self) -> int: ...
+
+
+def tile_maps(problem: AttentionProblem, shape: Blocks, transposed: bool, varies: Sequence[bool]) -> dict[str, int]:
     """Numbers of maps, blocks and tiles, by scalar. Where the mask does not vary along an axis (batch, head, row, key),
     one map of classified tiles serves several batches, heads, blocks or tiles."""
     lengths = (problem.seq_kv, problem.seq_q) if transposed else (problem.seq_q, problem.seq_kv)
