@@ -93,6 +93,10 @@ def view(x: np.ndarray) -> TensorView:
     return TensorView(dtype, x.shape, contiguous_strides(x.shape), "host", x)
 
 
+def dtype_of(x: np.ndarray) -> str:
+    return view(x).dtype
+
+
 def case(
     kind: str, dtype: Any = np.float32, dim: int = 24, heads: tuple[int, int, int] = (B, H, HK), **options: Any
 ) -> Case:
@@ -102,8 +106,14 @@ def case(
     arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     problem, operands = attention_problem(**{n: view(x) for n, x in arrays.items()}, return_lse=True, **options)
     inputs = ("batch", "head", "query", "key")
-    bound, found = trace(masks()[kind], inputs, "f32", lambda x: view(x).dtype, "mask_mod")
+    bound, found = trace(masks()[kind], inputs, "f32", dtype_of, "mask_mod")
     captured = {f"keep{i}": x for i, x in enumerate(found)}
+    if kind == "prefix":  # scores that may drop keys in tiles that the mask keeps, as far as a kernel can know
+        slopes = Captured(rng.random(heads_q).astype(np.float32))
+        alibi = trace(
+            lambda s, b, h, q, k: s - slopes[h] * abs(q - k), ("score", *inputs), "f32", dtype_of, "score_mod"
+        )
+        problem, captured["score0"] = replace(problem, score_mod=alibi[0]), slopes.array
     operands = replace(operands, captured={n: view(x) for n, x in captured.items()})
     places = zip(inputs, np.ix_(*map(range, (batch, heads_q, S, T))), strict=True)
     kept = np.broadcast_to(Evaluator(bound, found)(**dict(places)), (batch, heads_q, S, T))

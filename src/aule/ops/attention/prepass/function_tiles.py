@@ -19,6 +19,8 @@ from aule.tile.common.matrix import divmod_const
 
 THREADS = 128
 """As many as every device has."""
+_TOGETHER = 4
+"""Rows whose values are loaded together."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,24 @@ def _classify(b: Builder, p: Parameters, config: FunctionTilesConfig, number: Va
     which = number // (tiles * blocks)
     batch, head = which // heads, which % heads
     query0, key0, queries, keys = rectangle(config, block, tile)
-    # Rows and keys past the end do not count.
-    seq_q, seq_kv = p.number("seq_q"), p.number("seq_kv")
+    # Places outside of the tile or past the end repeat the last row or key, which changes nothing.
+    last_row = b.min(query0 + queries, p.number("seq_q")) - 1
+    last_key = b.min(key0 + keys, p.number("seq_kv")) - 1
     thread, function = b.thread_id(), Emitter(p, config.function, MASK_FUNCTION, 1.0)
     none, one = b.const(0, i32), b.const(1, i32)
     kept, dropped = b.var(none, "kept"), b.var(none, "dropped")
-    with b.loop(thread, queries * keys, THREADS, name="place") as place:
-        row, column = divmod_const(b, place, keys)
-        row, column = query0 + row, key0 + column
-        with b.if_((row < seq_q) & (column < seq_kv)):
-            keeps = function.keeps(Site(batch, head, row, column, row))
-            kept.value = kept.value | b.select(keeps, one, none)
-            dropped.value = dropped.value | b.select(keeps, none, one)
+    # Neighbouring threads have neighbouring keys, and each a few rows at a time, which share what depends on the key.
+    across = min(1 << (keys - 1).bit_length(), THREADS)
+    down, right = divmod_const(b, thread, across)
+    step = THREADS // across
+    for first in range(0, keys, across):
+        column = b.min(key0 + first + right, last_key)
+        with b.loop(0, queries, step * _TOGETHER, name="row") as above:
+            for i in range(_TOGETHER):
+                row = b.min(query0 + above + down + i * step, last_row)
+                keeps = function.keeps(Site(batch, head, row, column, row))
+                kept.value = kept.value | b.select(keeps, one, none)
+                dropped.value = dropped.value | b.select(keeps, none, one)
     keeps, drops = b.workgroup_any(b.ne(kept.value, 0)), b.workgroup_any(b.ne(dropped.value, 0))
     with b.if_(b.eq(thread, 0)):
         found = b.select(keeps, b.select(drops, b.const(SOME, i32), b.const(ALL, i32)), b.const(NONE, i32))

@@ -98,7 +98,7 @@ def function_varies(problem: AttentionProblem) -> list[bool]:
     return [n > 1 and program.depends_on(program.results[0], name) for name, n in sizes.items()]
 
 
-def may_drop_alone(problem: AttentionProblem) -> bool:
+def _may_drop_alone(problem: AttentionProblem) -> bool:
     """Whether keys may be dropped in tiles of which the mask function keeps everything."""
     return problem.bias is not None or (problem.score_mod is not None and problem.score_mod.program.may_drop)
 
@@ -118,7 +118,10 @@ def function_prepass(
     workspace = _workspace(found)
     index64 = bool(options["index64"]) or max(workspace.values()) > _FAR
     sizes = shape.block_q, shape.block_kv, transposed
-    everywhere, subgroups = may_drop_alone(problem), isinstance(shape, FragmentShape) and shape.warpgroups
+    on_units = isinstance(shape, FragmentShape)
+    # These kernels have one loop for all tiles then, which calls the function in each.
+    everywhere = on_units and not transposed and _may_drop_alone(problem)
+    subgroups = isinstance(shape, FragmentShape) and shape.warpgroups
     classify = FunctionTilesConfig(program, *sizes, index64)
     order = TileOrderConfig(*sizes, options["left"], options["right"], everywhere, index64, subgroups)
     numbers = {**scalars, **found}
