@@ -3,8 +3,10 @@ ones."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,18 @@ from op_plans import run_step, unwritten
 from test_backward_interpreted import SHAPES as BACKWARD_SHAPES
 from test_backward_interpreted import TARGET
 from test_backward_interpreted import run as backward
+from test_backward_warpgroup import device as warpgroup_device
 from test_cpu_interpreted import brought
 from test_forward_interpreted import SMALL_SHAPES, run
 from test_forward_interpreted import target as simt_target
+from test_fragment_compiles import assemble
 from test_fragment_interpreted import target as fragment_target
 
 from aule.engine.attention import backward_on_host, forward_on_host
 from aule.ops.attention.cpu.config import CpuShape
 from aule.ops.attention.cpu.function_tiles import plan_classes
 from aule.ops.attention.cpu.plan import plan_forward
+from aule.ops.attention.plan.forward import plan_forward as gpu_forward
 from aule.ops.attention.plan.layout import view_scalars
 from aule.ops.attention.plan.scalars import problem_scalars
 from aule.ops.attention.prepass import mask_prepass
@@ -292,3 +297,19 @@ def test_devices(backend: str, kind: str) -> None:
     right = expect_gradients(problem, dout, **arrays, captured=captured)
     wrong = compare_gradients(problem, dict(zip(("dq", "dk", "dv"), gradients, strict=True)), right)
     assert not wrong, wrong
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_nothing_is_spilled(dim: int, tmp_path: Path) -> None:
+    """Over warpgroups, with the function in partly dropped tiles."""
+    documents = case("documents")
+    shape = (4, 16, 4096, dim)
+    views = {n: TensorView("bf16", shape, contiguous_strides(shape), "device", None) for n in "qkvo"}
+    views |= {n: replace(x, device="device", storage=None) for n, x in documents.operands.captured.items()}
+    problem = AttentionProblem(4, 16, 16, 4096, 4096, dim, dim, "bf16", 0.125)
+    plan = gpu_forward(replace(problem, mask_mod=documents.problem.mask_mod), views, warpgroup_device())
+    assert plan.steps[-1].config.shape.warpgroups and len(plan.steps) == 3
+    for step in plan.steps:
+        _, spilled = assemble(step.build(step.config, warpgroup_device()), warpgroup_device(), tmp_path)
+        assert spilled == 0
