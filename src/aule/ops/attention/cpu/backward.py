@@ -159,8 +159,10 @@ class _Backward:
             with b.loop(b.const(0, i32), keys.count, piece, name="key") as key:
                 first, end = self.scores.rows_reaching(key0 + key, key0 + key + piece)
                 begin = b.max(first - rows.row0, 0)
+                if self.classes is not None:
+                    begin, end = self.classes.narrowed_rows(key, piece, begin, b.min(end - rows.row0, rows.count))
                 begin = engine.index(begin if config.step == 1 else begin // config.step)
-                stop = self.task.steps(b.min(end - rows.row0, rows.count))
+                stop = self.task.steps(b.min(end - rows.row0, rows.count) if self.classes is None else end)
                 at = engine.index(key)
                 for start, widths in pieces:
                     span = range(len(widths))

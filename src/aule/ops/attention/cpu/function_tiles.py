@@ -126,6 +126,19 @@ class BlockClasses:
             first.value, end.value = b.min(first.value, at), at + panel
         return b.max(low, first.value), b.min(high, end.value)
 
+    def narrowed_rows(self, key: Value, count: int, low: Value, high: Value) -> tuple[Value, Value]:
+        """The part of the rows ``low .. high - 1`` that keep any of ``count`` keys from ``key`` on; maybe empty."""
+        b, rows = self.b, self.shape.rows
+        assert count <= self.shape.panel, "in two panels at most"
+        last = b.min(key + (count - 1), self.shape.block_kv - 1)
+        first, end = b.var(high, "first"), b.var(low, "end")
+        with (
+            b.loop(low // rows * rows, high, rows, name="row") as at,
+            b.if_(b.ne(self.of(at, key) | self.of(at, last), NONE)),
+        ):
+            first.value, end.value = b.min(first.value, at), at + rows
+        return b.max(low, first.value), b.min(high, end.value)
+
     def each(self, row: Value, panel: Value, reach: Reach, take: Callable[[Reach], None]) -> None:
         """``take`` a tile if any of it is kept, with a reach that says whether all is; the caller adds what else is
         to be done with ``else_``."""
