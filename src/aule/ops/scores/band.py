@@ -194,7 +194,7 @@ class Scores:
         ``partial``. Returns the derivatives of the scores by what they were before; None if all are 1."""
         b, slope = self.b, None
         for modifier in self.modifiers(head, {"mask": "any", "bias": "any"}):
-            before = tile.values()
+            before = [] if modifier.slope is None else tile.values()
             with nullcontext() if modifier.everywhere else b.if_(partial):
                 self.apply(modifier, tile, head, place)
             if modifier.slope is not None:
