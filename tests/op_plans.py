@@ -87,7 +87,7 @@ def run_step(step: Step, memory: Arrays, device: Target) -> None:
     for p in kernel.params:
         value = step.scalars[p.name] if p.kind == "scalar" else memory[step.memory_of(p.name)]
         if p.kind == "buffer" and value.dtype == np.int32 and p.dtype != "i32":
-            value = value.view(np.uint32 if p.dtype == "u32" else STORED[p.dtype])
+            value = value.view({"u32": np.uint32, "u8": np.uint8}.get(p.dtype) or STORED[p.dtype])
         arguments.append(value)
     lanes = device.subgroup_size or 32
     interpret(kernel, step.grid, arguments, subgroup_size=lanes, layouts=layouts_of(device))

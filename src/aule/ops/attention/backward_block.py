@@ -7,12 +7,15 @@ from typing import ClassVar
 from aule.ir import Builder, Value
 from aule.ir.types import Scalar, f32, i32, i64
 from aule.ops.attention.config import BackwardConfig, FragmentBackwardConfig
+from aule.ops.attention.prepass.tile_list import TileList
 from aule.ops.scores.band import Scores, block_of
 from aule.ops.scores.parameters import Parameters
 from aule.ops.scores.rotated_operands import rotating
 from aule.ops.shared.parameters import workgroup_number
 from aule.tile.common.math import NEG_INF
 from aule.tile.common.matrix import Matrix
+from aule.tile.fragment.shape import FragmentShape
+from aule.tile.simt.shape import SimtShape
 
 
 class BackwardBlock:
@@ -31,6 +34,7 @@ class BackwardBlock:
     def __init__(self, b: Builder, config: BackwardConfig | FragmentBackwardConfig) -> None:
         self.b, self.unit, self.aligned = b, config.unit, config.aligned
         self.block_q, self.block_kv = config.shape.block_q, config.shape.block_kv
+        self.tile_shape: SimtShape | FragmentShape = config.shape
         self.index: Scalar = i64 if config.index64 else i32
         self.p = Parameters(b, config, self.index)
         number = self.p.number
@@ -75,6 +79,12 @@ class BackwardBlock:
         end = self.b.min(self.row0 + self.block_q, self.scores.seq_kv)
         low, high = self.scores.rows_reaching(self.row0, end)
         return low // self.block_kv, (high + (self.block_kv - 1)) // self.block_kv, end
+
+    def listed(self, head: Value) -> TileList | None:
+        """The tiles that a mask leaves to the block in its pass over one query head; None if they are not listed."""
+        if not self.p.config.tiles_listed:
+            return None
+        return TileList(self.p, self.scores.batch, head, self.block, self.tile_shape)
 
     def lse_and_delta(self, head: Value, row: Value) -> tuple[Value, Value, Value]:
         """Log-sum-exp and delta of a query row, and whether it is past the end or keeps no key."""

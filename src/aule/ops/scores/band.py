@@ -194,7 +194,7 @@ class Scores:
         ``partial``. Returns the derivatives of the scores by what they were before; None if all are 1."""
         b, slope = self.b, None
         for modifier in self.modifiers(head, {"mask": "any", "bias": "any"}):
-            before = tile.values()
+            before = [] if modifier.slope is None else tile.values()
             with nullcontext() if modifier.everywhere else b.if_(partial):
                 self.apply(modifier, tile, head, place)
             if modifier.slope is not None:
@@ -250,7 +250,7 @@ class Scores:
         config = self.config
         assert config.mask_function is not None
         keeps = Emitter(self.p, config.mask_function, MASK_FUNCTION, config.score_unit).keeps
-        return mod.Modifier(_dropping(keeps), everywhere=not config.tiles_listed)
+        return mod.Modifier(_dropping(keeps), everywhere=config.calls_mask)
 
     def _reader(self, name: str, dtype: str, head: Value, columns: Columns) -> Callable[[mod.Site], Value]:
         """A function that reads an element of a mask or bias, or a vector; rows and columns past the end read the

@@ -30,7 +30,8 @@ class ScoreConfig:
     score_function, mask_function : ScoreFunction or None
         Functions of the user.
     tiles_listed : bool
-        `mask_prepass` has listed the tiles in which the mask keeps anything; it is applied to those partly dropped.
+        `mask_prepass` has listed the tiles in which the mask keeps anything; it is applied to those partly dropped. The
+        mask is the array or, without one, the function.
     packed : bool
         Sequences of different lengths are concatenated; buffers hold where each begins.
     lens : bool
@@ -84,9 +85,18 @@ class ScoreConfig:
     @property
     def everywhere(self) -> bool:
         """Every tile is an edge tile."""
-        masked = self.mask is not None or self.mask_function is not None
         drops = self.score_function is not None and self.score_function.may_drop
-        return (masked and not self.tiles_listed) or self.bias is not None or drops
+        return (self.mask is not None and not self.tiles_listed) or self.calls_mask or self.bias is not None or drops
+
+    @property
+    def calls_mask(self) -> bool:
+        """The mask function is evaluated for every score."""
+        return self.mask_function is not None and not (self.tiles_listed and self.mask is None)
+
+    @property
+    def may_drop(self) -> bool:
+        """Some key of some row may be dropped, other than keys past the end."""
+        return self.everywhere or self.left or self.right or self.tiles_listed
 
     @property
     def keeps_all(self) -> bool:

@@ -17,11 +17,16 @@ keys for dQ. Q is then not scaled, which would round it, but the scores are.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import i32, i64
 from aule.ops.attention.cpu.backward_panel import Panel
 from aule.ops.attention.cpu.backward_task import BackwardTask, KeyBlock, RowBlock
 from aule.ops.attention.cpu.config import CpuBackwardConfig
+from aule.ops.attention.cpu.function_tiles import BlockClasses
+from aule.ops.attention.prepass.mask_kernels import NONE
+from aule.ops.scores.band import Reach
 from aule.ops.scores.rotated_operands import rotary_of
 from aule.target import Target
 from aule.tile.vector.engine import Operand
@@ -40,6 +45,7 @@ class _Backward:
         self.b, self.config, self.shape = b, config, config.shape
         self.task = BackwardTask(b, config)
         self.engine, self.scores = self.task.engine, self.task.scores
+        self.classes: BlockClasses | None = None  # of the block that is traced, if tiles are classified
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -61,9 +67,12 @@ class _Backward:
                 with b.loop(begin, stop, name="rows") as block:
                     row0 = block * shape.block_q
                     rows = RowBlock(head, row0, b.min(shape.block_q, scores.seq_q - row0))
-                    self.task.load_rows(rows)
-                    self._score_gradients(rows, keys)
-                    self._key_gradients(rows, keys)
+                    if self.config.tiles_listed:
+                        self.classes = BlockClasses(self.task.p, shape, self.task.batch, head, row0, key0)
+                    with nullcontext() if self.classes is None else b.if_(b.ne(self.classes.kind, NONE)):
+                        self.task.load_rows(rows)
+                        self._score_gradients(rows, keys)
+                        self._key_gradients(rows, keys)
             self._store_keys(keys)
         if self.config.rope is not None:
             self.task.rotate_dq_back()
@@ -78,6 +87,8 @@ class _Backward:
             reach = scores.reach(row0 + row + scores.shift, last + scores.shift)
             low = b.max(reach.first - key0, 0)
             high = b.min(reach.end - key0, shape.block_kv)
+            if self.classes is not None:
+                low, high = self.classes.narrowed(row, low, high)
             first = b.min(low // shape.panel * shape.panel, shape.block_kv)
             end = b.max((high + (shape.panel - 1)) // shape.panel * shape.panel, first)
             self._clear_scores(row, b.const(0, i32), first)
@@ -89,9 +100,18 @@ class _Backward:
 
                 self.task.dropout.fill(query, key0, first, end)
             with b.loop(first, end, shape.panel, name="panel") as panel:
-                Panel(self.task, rows, row, key0, panel, reach).run()
+                self._panel(rows, row, key0, panel, reach)
             with b.if_(low < high):
                 self._query_gradients(rows, row, keys, low, high)
+
+    def _panel(self, rows: RowBlock, row: Value, key0: Value, panel: Value, reach: Reach) -> None:
+        """P and dS of a few rows and a panel: zeros if a mask function keeps none of them."""
+        if self.classes is None:
+            Panel(self.task, rows, row, key0, panel, reach).run()
+            return
+        self.classes.each(row, panel, reach, lambda found: Panel(self.task, rows, row, key0, panel, found).run())
+        with self.b.else_():
+            self._clear_scores(row, panel, panel + self.shape.panel)
 
     def _clear_scores(self, row: Value, first: Value, end: Value) -> None:
         """Set P = dS = 0 for panels without a kept key: the products with the full block read them."""
@@ -139,8 +159,10 @@ class _Backward:
             with b.loop(b.const(0, i32), keys.count, piece, name="key") as key:
                 first, end = self.scores.rows_reaching(key0 + key, key0 + key + piece)
                 begin = b.max(first - rows.row0, 0)
+                if self.classes is not None:
+                    begin, end = self.classes.narrowed_rows(key, piece, begin, b.min(end - rows.row0, rows.count))
                 begin = engine.index(begin if config.step == 1 else begin // config.step)
-                stop = self.task.steps(b.min(end - rows.row0, rows.count))
+                stop = self.task.steps(b.min(end - rows.row0, rows.count) if self.classes is None else end)
                 at = engine.index(key)
                 for start, widths in pieces:
                     span = range(len(widths))

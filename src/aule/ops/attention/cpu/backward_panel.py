@@ -129,8 +129,7 @@ class Panel:
 
     def _zero_if_dropped(self, ds: Value, p: Value) -> Value:
         """dS, zero for dropped keys: their V, and through the softcap's derivative their K, may hold Inf or NaN."""
-        config = self.config
-        if not (config.everywhere or config.left or config.right):
+        if not self.config.may_drop:
             return ds
         return self.b.select(self.b.eq(p, 0.0), self.engine.const(0.0), ds)
 

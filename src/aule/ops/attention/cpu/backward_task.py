@@ -129,7 +129,7 @@ class BackwardTask:
             copy(k, first, count, scratch, self.zero, self.head_cols)
             rows = Operand(scratch, self.zero, 0, self.head_cols)
         nonfinite = None
-        if config.everywhere or config.left or config.right:
+        if config.may_drop:
             vectors = shape.vectors(config.head_dim)
             nonfinite = engine.has_nonfinite(rows, vectors, self.zero, self.steps(count))
         return KeyBlock(key0, count, rows, nonfinite)

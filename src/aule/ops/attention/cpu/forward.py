@@ -11,14 +11,18 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32, i64, u32
 from aule.ops.attention.cpu.config import CpuConfig
+from aule.ops.attention.cpu.function_tiles import BlockClasses
 from aule.ops.attention.cpu.pack import pack_rotated, packed_keys
 from aule.ops.attention.cpu.scores import DropoutFactors, modify
 from aule.ops.attention.cpu.task import AttentionTask, Task
+from aule.ops.attention.prepass.mask_kernels import ALL, NONE
 from aule.ops.combine.cpu import Columns, PartialLayout, store_row
 from aule.ops.scores.band import Reach
 from aule.ops.scores.parameters import Parameters
@@ -62,6 +66,7 @@ class Forward:
         self.p = Parameters(b, config)
         self.form = NaturalMaximum(b)
         self.ahead = config.prefetch_keys if config.panels == "none" else 0
+        self.classes: BlockClasses | None = None  # of the block of keys that is traced, if tiles are classified
         self.all_rows = False  # S, P and alpha are stored for all rows of the task, or for ``shape.rows`` of them
         self.task = self.locate()
         self.scores, self.count = self.task.scores, self.task.count
@@ -115,8 +120,11 @@ class Forward:
         end = b.min(reach.end, task.end_key)
         with b.loop(first // shape.block_kv, (end + (shape.block_kv - 1)) // shape.block_kv, name="block") as block:
             key0 = block * shape.block_kv
-            panels, values = self.stage_block(key0)
-            self.process_block(key0, panels, values, self._nonfinite_values(reach, key0, values))
+            if self.config.tiles_listed:
+                self.classes = BlockClasses(self.p, shape, task.batch, *task.query(b.const(0, i32)), key0)
+            with nullcontext() if self.classes is None else b.if_(b.ne(self.classes.kind, NONE)):
+                panels, values = self.stage_block(key0)
+                self.process_block(key0, panels, values, self._nonfinite_values(reach, key0, values))
         self.finish()
 
     def process_block(self, key0: Value, panels: Operand | None, values: Operand, nonfinite: Value | None) -> None:
@@ -127,15 +135,26 @@ class Forward:
             reach = task.reach(row, shape.rows)
             low = b.max(b.max(reach.first, task.first_key) - key0, 0)
             high = b.min(b.min(reach.end, task.end_key) - key0, shape.block_kv)
+            if self.classes is not None:
+                low, high = self.classes.narrowed(row, low, high)
             with b.if_(low < high):
                 first_panel = low // shape.panel * shape.panel
                 last_panel = (high + (shape.panel - 1)) // shape.panel * shape.panel
                 with b.loop(first_panel, last_panel, shape.panel, name="panel") as panel:
-                    self.multiply_scores(row, key0, panels, panel, reach)
+                    self._score(row, key0, panels, panel, reach)
                 if self.dropout is not None:
-                    self.dropout.fill(functools.partial(self._query_number, row), key0, first_panel, last_panel)
+                    self.dropout.fill(partial(self._query_number, row), key0, first_panel, last_panel)
                 self.softmax(row, first_panel, last_panel)
                 self.multiply_values(row, values, low, high, nonfinite)
+
+    def _score(self, row: Value, key0: Value, panels: Operand | None, panel: Value, reach: Reach) -> None:
+        """Scores of a few rows and a panel: -inf if a mask function keeps none of them."""
+        if self.classes is None:
+            self.multiply_scores(row, key0, panels, panel, reach)
+            return
+        self.classes.each(row, panel, reach, partial(self.multiply_scores, row, key0, panels, panel))
+        with self.b.else_():
+            self._store_scores(row, panel, lambda r, j: self.engine.const(NEG_INF))
 
     def _query_number(self, row: Value, r: Value) -> tuple[Value, Value]:
         """Query head of row ``row + r``, counted over all batches, and its query row; rows past the last repeat it."""
@@ -227,7 +246,7 @@ class Forward:
         keys = b.min(shape.block_kv, self.scores.seq_kv - key0)
         with b.loop(b.const(0, i32), keys, shape.panel, name="panel") as panel:
             to = engine.index(panel) * self.head_steps
-            pack = engine.pack_panel if self.k.rotary is None else functools.partial(pack_rotated, engine)
+            pack = engine.pack_panel if self.k.rotary is None else partial(pack_rotated, engine)
             pack(self.k, key0 + panel, shape.panel, scratch, to)
         return Operand(scratch, b.const(0, i64), 0, shape.panel)
 
@@ -239,10 +258,12 @@ class Forward:
         """Whether V of this block holds Inf or NaN, if it has dropped keys: their zero weights must hide it. None if no
         key is ever dropped."""
         b, config, shape = self.b, self.config, self.shape
-        if not (config.everywhere or config.left or config.right):
+        if not config.may_drop:
             return None
         flag = b.var(b.const(0, i32), "wild")
         dropped = (key0 < reach.full_first) | (key0 + shape.block_kv > reach.full_end)
+        if self.classes is not None:
+            dropped = dropped | b.ne(self.classes.kind, ALL)
         if config.everywhere:
             dropped = b.eq(key0, key0)
         with b.if_(dropped):
@@ -288,14 +309,19 @@ class Forward:
         """Apply the modifiers to the products of a few rows and a panel, and store S."""
         b, config, engine, shape, key = self.b, self.config, self.engine, self.shape, key0 + panel
         self.scale_scores(c, panel)
-        partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
+        edge = (key < reach.full_first) | (key + shape.panel > reach.full_end)
         queries = [self.task.query(b.min(row + r, self.count - 1)) for r in range(shape.rows)]
         kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
-        modify(self.scores, engine, c, queries, key, partial, kinds)
-        first = self._score_row(row) * shape.block_kv + engine.index(panel)
-        for r, variables in enumerate(c):
-            for j, variable in enumerate(variables):
-                b.store(self.s, first + (r * shape.block_kv + j * shape.lanes), variable.value)
+        modify(self.scores, engine, c, queries, key, edge, kinds)
+        self._store_scores(row, panel, lambda r, j: c[r][j].value)
+
+    def _store_scores(self, row: Value, panel: Value, score: Callable[[int, int], Value]) -> None:
+        """Store S of a few rows and a panel; ``score`` gives a vector by row and number."""
+        shape = self.shape
+        first = self._score_row(row) * shape.block_kv + self.engine.index(panel)
+        for r in range(shape.rows):
+            for j in range(shape.panel_vectors):
+                self.b.store(self.s, first + (r * shape.block_kv + j * shape.lanes), score(r, j))
 
     def _score_row(self, row: Value) -> Value:
         """Row of S, P and alpha that belongs to a row of the task."""

@@ -19,6 +19,7 @@ from aule.ops.attention.cpu.config import (
     PackConfig,
 )
 from aule.ops.attention.cpu.forward import build_forward
+from aule.ops.attention.cpu.function_tiles import plan_classes
 from aule.ops.attention.cpu.pack import build_pack
 from aule.ops.attention.cpu.shapes import (
     backward_shape,
@@ -33,6 +34,7 @@ from aule.ops.attention.cpu.shapes import (
 from aule.ops.attention.plan.layout import rope_options, view_scalars
 from aule.ops.attention.plan.scalars import problem_scalars, row_scalars, score_options, score_scalars
 from aule.ops.attention.precision import refused
+from aule.ops.attention.prepass.mask_prepass import lists_function
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.combine.cpu import CombineConfig, PartialLayout, build_combine
 from aule.ops.scores.config import Columns
@@ -141,9 +143,11 @@ def _plan_blocks(call: _Call) -> Plan:
     heads_q, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     shape = block_shape(problem.seq_q, heads_q, problem.head_dim, call.vectors, call.target)
     in_place = call.in_place("v", problem.value_dim)
+    listed = lists_function(problem)
     config = CpuConfig(
         **call.options(),
         **kernel_options(call.target),
+        tiles_listed=listed,
         unit=unit,
         shape=shape,
         values="direct" if in_place else "workspace",
@@ -169,7 +173,12 @@ def _plan_blocks(call: _Call) -> Plan:
     workspace = {"panels": keys * -(-problem.head_dim // config.step)}
     if not in_place:
         workspace["values"] = keys // config.step * shape.padded(problem.value_dim)
+    before: tuple[Step, ...] = ()
+    if listed:
+        classify, space, found = plan_classes(problem, shape, scalars)
+        before, workspace, scalars = (classify,), workspace | space, scalars | found
     steps = (
+        *before,
         Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), scalars),
         Step(config, build_forward, (heads_q * blocks_q, 1, 1), scalars),
     )
@@ -185,7 +194,8 @@ def plan_alone(problem: AttentionProblem, views: dict[str, TensorView], target: 
     if isinstance(step.config, CombineConfig):
         raise KernelError("[flash_attention] expected a problem of more query rows for a kernel of its own")
     values = "scratch" if step.config.values == "workspace" else step.config.values
-    return replace(step, config=replace(step.config, panels="scratch", values=values))
+    config = replace(step.config, panels="scratch", values=values, tiles_listed=False)
+    return replace(step, config=config)
 
 
 def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Plan:
@@ -206,8 +216,10 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
     # belong to other scores, and with large scores P would be off by percents.
     pairs = call.has_pairs and not (problem.rope is not None and call.grouped)
     shape = backward_shape(problem, call.vectors, call.target, pairs)
+    listed = lists_function(problem)
     config = CpuBackwardConfig(
         **(call.options() | {"lse": False}),
+        tiles_listed=listed,
         unit=call.unit(("q", "k", "v", "do")),
         shape=shape,
         scores="ds" in views,
@@ -229,12 +241,18 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
     delta = CpuDeltaConfig(problem.dtype, problem.value_dim, shape, call.unit(("o", "do")), "dlse" in views)
     dq_sum = DqSumConfig(problem.dtype, problem.head_dim, shape)
     row_numbers = scalars | row_scalars(problem)
+    workspace = {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)}
+    before: tuple[Step, ...] = ()
+    if listed:
+        classify, space, found = plan_classes(problem, shape, scalars)
+        before, workspace, scalars = (classify,), workspace | space, scalars | found
     steps = (
+        *before,
         Step(delta, build_delta, (heads_q, 1, 1), row_numbers),
         Step(config, build_backward, (heads_kv * splits, 1, 1), scalars),
         Step(dq_sum, build_dq_sum, (heads_q, 1, 1), row_numbers),
     )
-    return Plan(steps, {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)})
+    return Plan(steps, workspace)
 
 
 def _columns(view: TensorView | None) -> Columns:

@@ -23,6 +23,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import GradientKernel, KeysKernel
+from aule.ops.attention.prepass.tile_list import TileList, tile_at
 from aule.ops.combine.pieces import combine_tiles, share
 from aule.target import Target
 from aule.tile.common.matrix import Matrix, divmod_const
@@ -168,8 +169,10 @@ class _Kernel(GradientKernel):
         bodies: tuple[Body, ...],
         arrive: Callable[[Value, tuple[Value, Value]], None],
         start: Callable[[Value], None] | None = None,
+        tiles: TileList | None = None,
     ) -> None:
-        """Pass over all tiles, whose rows ``transfers`` fetch.
+        """Pass over all tiles, whose rows ``transfers`` fetch. What is called with a tile gets its place in the list of
+        ``tiles``, if there is one.
 
         Parameters
         ----------
@@ -187,7 +190,7 @@ class _Kernel(GradientKernel):
         def fetch(tile: Value) -> None:
             at = self.stage(tile)
             for transfer, place in zip(transfers, at, strict=True):
-                transfer.start(tile * width, place)
+                transfer.start(tile_at(tiles, tile) * width, place)
             if start is not None:
                 start(tile)
 
@@ -253,10 +256,15 @@ class _Queries(_Kernel):
         numbers = [self.row_numbers(self.head, row) for row in rows]
         reach, width = scores.reach_of_rows(self.row0, shape.block_q), shape.block_kv
         first, last = reach.first // width, (reach.end + (width - 1)) // width
+        tiles = self.listed(self.head)
+        if tiles is not None:
+            first, last = b.const(0, i32), tiles.count
         keys, values = (self.transfer(matrix) for matrix in self.other)
         self.load_own()
 
         def partial(tile: Value) -> Value:
+            if tiles is not None:
+                return tile < tiles.partial
             return (tile * width < reach.full_first) | (tile * width + width > reach.full_end)
 
         def arrive(tile: Value, at: tuple[Value, Value]) -> None:
@@ -271,9 +279,10 @@ class _Queries(_Kernel):
         ) -> None:
             b.comment("P = exp2(Q K^T - lse)")
             S = self.scores_of(0, at[0])
+            number = tile_at(tiles, tile)
 
             def place(r: int, c: int) -> tuple[Value, Value]:
-                return rows[r], tile * width + S.col(c)
+                return rows[r], number * width + S.col(c)
 
             slope = self.weigh(S, self.head, place, partial(tile), lambda r, c: numbers[r][0])
             b.comment("dS = P * (dO V^T - delta)")
@@ -287,7 +296,7 @@ class _Queries(_Kernel):
             self.accumulate(dQ, factors, 0, at[0])
             put_next()
 
-        self.pass_over((keys, values), (first, last), (body,), arrive)
+        self.pass_over((keys, values), (first, last), (body,), arrive, tiles=tiles)
         out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
         self.store(dQ, out, self.p.number("dq_factor", f32), 0)
 
@@ -321,15 +330,20 @@ class _Keys(_Kernel, KeysKernel):
         results = self.transfer(self.matrix("do", head, scores.seq_q, config.value_dim, 3))
         fetched: list[Var] = [b.var(b.const(0.0, f32)) for _ in range(2)]
         own_key = self.row0 + self.score_row
+        tiles = self.listed(head)
+        if tiles is not None:
+            first, last = b.const(0, i32), tiles.count
 
         def body(
             tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None], put_next: Callable[[], None],
             plain: bool = config.keeps_all, full: bool = False,
         ) -> None:  # fmt: skip
-            row0 = tile * width
+            row0 = tile_at(tiles, tile) * width
             # If every key is kept, only keys past the end must not be added to dQ, and a compiler can interleave the
             # two products for scores with what lies between them.
             partial = None if plain else self.partial(row0, self.row0, shape.block_q, end)
+            if tiles is not None:
+                partial = tile < tiles.partial
             b.comment("P^T = exp2(K Q^T - lse)")
             S = self.scores_of(0, at[0])
             base, delta = (self.columns(S, self.numbers_at(tile) + (self.score_col + i * width)) for i in range(2))
@@ -379,7 +393,8 @@ class _Keys(_Kernel, KeysKernel):
             bodies = (body, functools.partial(body, plain=True, full=True))
         self.pass_over(
             (queries, results), limits, bodies,
-            lambda tile, at: self.put_numbers(tile, fetched), lambda tile: self.fetch_numbers(head, tile, fetched),
+            lambda tile, at: self.put_numbers(tile, fetched),
+            lambda tile: self.fetch_numbers(head, tile_at(tiles, tile), fetched), tiles,
         )  # fmt: skip
 
     def _share(self, values: list[list[Value]], start: int, exist: list[Value] | None = None) -> None:

@@ -15,7 +15,8 @@ from math import log2
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention.config import FragmentConfig
-from aule.ops.attention.fragment.tile_order import TileOrder
+from aule.ops.attention.fragment.tile_order import ListedOrder, TileOrder
+from aule.ops.attention.prepass.tile_list import TileList
 from aule.ops.combine.pieces import LanePartials, Piece, lane_numbers
 from aule.ops.scores.band import Scores, block_of
 from aule.ops.scores.modifiers import Modifier
@@ -100,6 +101,10 @@ class ForwardBlock(ABC):
         """Create the engine and divide up shared memory."""
 
     def _order_tiles(self) -> None:
+        if self.config.tiles_listed:
+            tiles = TileList(self.p, self.scores.batch, self.head, self.block, self.shape)
+            self.tiles: TileOrder = ListedOrder.over(self.b, tiles)
+            return
         reach = self.scores.reach_of_rows(self.row0, self.shape.block_q)
         self.tiles = TileOrder.of(self.b, reach, self.shape.block_kv, self.config.everywhere, self.piece)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir import Builder, Value
+from aule.ir.types import i32
+from aule.ops.attention.prepass.tile_list import TileList
 from aule.ops.combine.pieces import Piece
 from aule.ops.scores.band import Reach
 from aule.tile.common.matrix import divmod_const
@@ -83,3 +85,24 @@ class TileOrder:
     def tile(self, i: Value) -> Value:
         """The ``i``-th of all tiles."""
         return self.b.select(i < self.edges, self.edge(i).tile, self.inner_first + (i - self.edges))
+
+
+@dataclass(frozen=True)
+class ListedOrder(TileOrder):
+    """The order of listed tiles: partly dropped tiles are the edge tiles. Inner tiles go by their place in the list."""
+
+    tiles: TileList
+
+    @staticmethod
+    def over(b: Builder, tiles: TileList) -> ListedOrder:
+        """The order of a list."""
+        return ListedOrder(b, b.const(0, i32), tiles.partial, tiles.count, tiles.partial, tiles)
+
+    def edge(self, i: Value) -> TilePlace:
+        return TilePlace(self.tiles.tile(i), i & 1, self.tiles.tile(i + 1), i + 1 < self.tiles.count)
+
+    def inside(self, tile: Value) -> TilePlace:
+        return self.edge(tile)
+
+    def tile(self, i: Value) -> Value:
+        return self.tiles.tile(i)

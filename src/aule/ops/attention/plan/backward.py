@@ -24,7 +24,7 @@ from aule.ops.attention.plan.tiles_backward import (
     choose_backward_warpgroups,
     choose_backward_wave,
 )
-from aule.ops.attention.prepass.mask_prepass import mask_prepass
+from aule.ops.attention.prepass.mask_prepass import MaskPrepass, function_prepass, lists_function, mask_prepass
 from aule.ops.attention.prepass.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.simt.backward import build_backward
@@ -215,10 +215,12 @@ class _Draft:
             "unit": self.layout.unit(_INPUTS), "aligned": self.layout.aligned(_INPUTS, RUN if on_units else QUAD),
         } | self.layout.rope_options(RUN if on_units else QUAD)  # fmt: skip
         kernel = _Kernel(options, self.scalars | {"blocks_each": each, "blocks": blocks})
+        if lists_function(problem):
+            self._use(kernel, function_prepass(problem, shape, self.target, of == "keys", options, self.scalars))
         if isinstance(shape, FragmentShape):
             self._add_on_units(kernel, shape, blocks)
         else:
-            config = BackwardConfig(**options, scores=of == "queries" and "ds" in self.layout.views)
+            config = BackwardConfig(**kernel.options, scores=of == "queries" and "ds" in self.layout.views)
             self._add(config, build_backward, blocks, kernel.scalars)
 
     def _add_on_units(self, kernel: _Kernel, shape: FragmentShape, blocks: int) -> None:
@@ -226,7 +228,10 @@ class _Draft:
         if shape.warpgroups and problem.rope is not None:
             self._rotate(kernel)
         if shape.warpgroups and problem.mask is not None:
-            self._classify_mask(kernel, shape)
+            mask, aligned = self.layout.views["mask"], self.layout.starts_aligned("mask")
+            self._use(
+                kernel, mask_prepass(problem, mask, shape, self.target, True, kernel.options, self.scalars, aligned)
+            )
         config = FragmentBackwardConfig(**kernel.options, folded=folded(problem))
         if config.of == "keys" and config.sums and config.keeps_all:
             wave = choose_backward_wave(self.target, shape)
@@ -251,12 +256,10 @@ class _Draft:
             kernel.options[name] = (True, True, *kernel.options[name][2:])
         kernel.options["rope_prepass"] = True
 
-    def _classify_mask(self, kernel: _Kernel, shape: FragmentShape) -> None:
-        """Classify the tiles of the mask in steps of their own."""
-        mask, aligned = self.layout.views["mask"], self.layout.starts_aligned("mask")
-        found = mask_prepass(self.problem, mask, shape, self.target, True, kernel.options, self.scalars, aligned)
+    def _use(self, kernel: _Kernel, found: MaskPrepass) -> None:
+        """Add the steps that list a kernel's tiles. The kernels of dQ and of dK and dV use the same memory in turn."""
         self.steps += found.steps
-        self.workspace |= found.workspace
+        self.workspace |= {name: max(n, self.workspace.get(name, 0)) for name, n in found.workspace.items()}
         kernel.scalars |= found.scalars
         kernel.options |= found.options
 

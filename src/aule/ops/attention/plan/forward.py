@@ -22,7 +22,7 @@ from aule.ops.attention.plan.tiles import (
     choose_wave,
 )
 from aule.ops.attention.precision import refused
-from aule.ops.attention.prepass.mask_prepass import mask_prepass
+from aule.ops.attention.prepass.mask_prepass import function_prepass, lists_function, mask_prepass
 from aule.ops.attention.prepass.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.shared.plan import Plan, Step, grid_of
@@ -164,6 +164,7 @@ class _Draft:
         """The kernel without matrix units."""
         self._count(shape)
         options = self._options(QUAD)
+        self._list_tiles(shape, options)
         full_tiles = (
             shape.full_tiles and all(options["aligned"]) and _dense_full_tiles(self.problem, self.layout, shape)
         )
@@ -173,9 +174,8 @@ class _Draft:
         """The kernel on matrix units; ``own_full_tiles``: the kernel of full tiles may have other ones."""
         problem, blocks = self.problem, self._count(shape)
         options = self._options(RUN)
+        self._list_tiles(shape, options)
         if shape.warpgroups:
-            if problem.mask is not None:
-                self._classify_mask(shape, options)
             options |= self._warpgroup_options()
         config = FragmentConfig(**options, shape=shape, folded=folded(problem), factor=problem.precision)
         if shape.prefetch_scores and _plain(config, problem) and _full_tiles(problem, shape, blocks):
@@ -184,10 +184,15 @@ class _Draft:
             self.scalars |= reciprocals(problem, -(-problem.seq_q // shape.block_q))
         return config
 
-    def _classify_mask(self, shape: FragmentShape, options: dict[str, Any]) -> None:
-        """Classify the tiles of the mask in steps of their own."""
-        mask, aligned = self.layout.views["mask"], self.layout.starts_aligned("mask")
-        found = mask_prepass(self.problem, mask, shape, self.target, False, options, self.scalars, aligned)
+    def _list_tiles(self, shape: Shape, options: dict[str, Any]) -> None:
+        """List the tiles that the mask leaves in steps of their own, if the kernel can skip the others."""
+        if lists_function(self.problem):
+            found = function_prepass(self.problem, shape, self.target, False, options, self.scalars)
+        elif self.problem.mask is not None and isinstance(shape, FragmentShape) and shape.warpgroups:
+            mask, aligned = self.layout.views["mask"], self.layout.starts_aligned("mask")
+            found = mask_prepass(self.problem, mask, shape, self.target, False, options, self.scalars, aligned)
+        else:
+            return
         self.before += found.steps
         self.workspace |= found.workspace
         self.scalars |= found.scalars

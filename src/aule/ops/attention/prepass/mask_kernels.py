@@ -1,4 +1,6 @@
-"""Kernels before the warpgroup kernels that classify the tiles of a mask (`build_tiles`) and list them (`build_order`).
+"""Kernels before the main kernel that classify the tiles of a mask (`build_tiles`) and list them (`build_order`).
+
+Tiles of a user's mask function are classified by `function_tiles`, and listed here.
 
 *Own* rows are those that a workgroup of the main kernel holds, *other* rows those that it passes over: query rows and
 keys in the forward pass, keys and query rows in the kernel of dK and dV (``transposed``).
@@ -9,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, Vector, f16, f32, i32, i64, u8, u32
@@ -26,6 +30,19 @@ from aule.tile.fragment.engine import Components
 THREADS = 256
 NONE, SOME, ALL = 0, 1, 2
 """How many of a tile's scores the mask keeps."""
+
+
+class Tiles(Protocol):
+    """Rows and columns of tiles, and whether the rows are keys."""
+
+    @property
+    def own(self) -> int: ...
+
+    @property
+    def other(self) -> int: ...
+
+    @property
+    def transposed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,8 @@ class TileOrderConfig:
         The band of kept keys has this side.
     everywhere : bool
         No tile may run without code for dropped keys.
+    subgroups : bool
+        The device has subgroups of 32 lanes; otherwise threads exchange numbers through shared memory.
     """
 
     own: int
@@ -71,6 +90,7 @@ class TileOrderConfig:
     right: bool
     everywhere: bool
     index64: bool
+    subgroups: bool = True
 
 
 def build_tiles(config: MaskTilesConfig, target: Target) -> KernelIR:
@@ -89,7 +109,7 @@ def _classify(b: Builder, p: Parameters, config: MaskTilesConfig, target: Target
     block, tile = (number // tiles) % blocks, number % tiles
     which = number // (tiles * blocks)
     batch, head = which // heads, which % heads
-    query0, key0, queries, keys = _rectangle(config, block, tile)
+    query0, key0, queries, keys = rectangle(config, block, tile)
     across = keys // SIZE
     halves = b.shared("halves", u32, queries * across)
     any_kept, any_changed = (b.var(b.const(0, u32)) for _ in range(2))
@@ -144,7 +164,7 @@ def _store_bits(
         b.store(p.buffer("mask_bits", u32, "write"), to + b.cast(b.lane_id(), p.index), bits.value)
 
 
-def _rectangle(config: MaskTilesConfig | TileOrderConfig, block: Value, tile: Value) -> tuple[Value, Value, int, int]:
+def rectangle(config: Tiles, block: Value, tile: Value) -> tuple[Value, Value, int, int]:
     """The first query row and key of a tile, and its numbers of rows and keys."""
     own, other = (block * config.own, config.own), (tile * config.other, config.other)
     (query0, queries), (key0, keys) = (other, own) if config.transposed else (own, other)
@@ -194,8 +214,8 @@ def _reader(
 
 
 def build_order(config: TileOrderConfig, target: Target) -> KernelIR:
-    """Trace the kernel that lists tiles, one subgroup to a block of rows."""
-    b = Builder("attention_mask_order", LANES, LANES)
+    """Trace the kernel that lists tiles, 32 threads to a block of rows."""
+    b = Builder("attention_mask_order", LANES, LANES if config.subgroups else 0)
     p = _parameters(b, config.index64, config.left, config.right)
     number = workgroup_number(b)
     with b.if_(number < p.number("listed")):
@@ -206,15 +226,18 @@ def build_order(config: TileOrderConfig, target: Target) -> KernelIR:
 def _list(b: Builder, p: Parameters, config: TileOrderConfig, number: Value) -> None:
     blocks, tiles = p.number("own_blocks"), p.number("other_tiles")
     which, block = number // blocks, number % blocks
-    scores, lane = Scores(p, b.const(0, i32)), b.lane_id()
+    scores, lane = Scores(p, b.const(0, i32)), b.lane_id() if config.subgroups else b.thread_id()
     order = p.buffer("mask_order", i32, "write")
     start = b.cast(number, p.index) * b.cast(tiles + HEADER, p.index)
     classified = first_classified(p, which, block)
     count = b.var(b.const(0, i32), "count")
+    rank: Callable[[Builder, Value, Value], tuple[Value, Callable[[], Value]]] = _rank_in_subgroup
+    if not config.subgroups:
+        rank = partial(_rank_in_workgroup, b.shared("taken", i32, LANES))
 
     def kind(tile: Value) -> Value:
         at = classified + b.cast(tile * p.number("tile_step"), p.index)
-        query0, key0, queries, keys = _rectangle(config, block, tile)
+        query0, key0, queries, keys = rectangle(config, block, tile)
         reach = scores.reach_of_rows(query0, queries)
         within = (key0 + keys > reach.first) & (key0 < reach.end)
         full = (key0 >= reach.full_first) & (key0 + keys <= reach.full_end)
@@ -227,16 +250,36 @@ def _list(b: Builder, p: Parameters, config: TileOrderConfig, number: Value) -> 
         with b.loop(0, tiles, LANES, name="tile") as tile0:
             tile = tile0 + lane
             taken = (tile < tiles) & b.eq(kind(b.min(tile, tiles - 1)), wanted)
-            one, none = b.const(1, i32), b.const(0, i32)
-            place = b.select(taken, one, none)
-            for step in (1, 2, 4, 8, 16):  # prefix sum: how many lanes up to this one take their tile
-                before = b.shuffle(place, b.max(lane - step, 0))
-                place = place + b.select(lane >= step, before, none)
+            place, total = rank(b, taken, lane)
             with b.if_(taken):
                 b.store(order, start + b.cast(count.value + place + (HEADER - 1), p.index), tile)
-            count.value = count.value + b.shuffle(place, LANES - 1)
+            count.value = count.value + total()
         with b.if_(b.eq(lane, wanted - SOME)):
             b.store(order, start + (wanted - SOME), count.value)
+
+
+def _rank_in_subgroup(b: Builder, taken: Value, lane: Value) -> tuple[Value, Callable[[], Value]]:
+    """How many lanes up to this one take their tile; and how many of all."""
+    one, none = b.const(1, i32), b.const(0, i32)
+    place = b.select(taken, one, none)
+    for step in (1, 2, 4, 8, 16):  # prefix sum
+        before = b.shuffle(place, b.max(lane - step, 0))
+        place = place + b.select(lane >= step, before, none)
+    return place, lambda: b.shuffle(place, LANES - 1)
+
+
+def _rank_in_workgroup(flags: Value, b: Builder, taken: Value, thread: Value) -> tuple[Value, Callable[[], Value]]:
+    """As `_rank_in_subgroup`, through ``flags`` in shared memory."""
+    one, none = b.const(1, i32), b.const(0, i32)
+    b.store(flags, thread, b.select(taken, one, none))
+    b.barrier()
+    place, total = b.var(none, "place"), b.var(none, "total")
+    with b.loop(0, LANES, name="thread") as i:
+        flag = b.load(flags, i)
+        total.value = total.value + flag
+        place.value = place.value + b.select(i <= thread, flag, none)
+    b.barrier()  # everyone has read the flags
+    return place.value, lambda: total.value
 
 
 def _parameters(b: Builder, index64: bool, left: bool = False, right: bool = False) -> Parameters:

@@ -12,6 +12,7 @@ from aule.ops.scores.parameters import Parameters
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Components, FragmentTile
 from aule.tile.fragment.shape import FragmentShape
+from aule.tile.simt.shape import SimtShape
 
 LANES = 32
 HEADER = 2
@@ -40,7 +41,9 @@ def first_classified(p: Parameters, which: Value, block: Value) -> Value:
 class TileList:
     """The list of tiles of one block of one head."""
 
-    def __init__(self, p: Parameters, batch: Value, head: Value, block: Value, shape: FragmentShape) -> None:
+    def __init__(
+        self, p: Parameters, batch: Value, head: Value, block: Value, shape: FragmentShape | SimtShape
+    ) -> None:
         self.p, self.b, self.shape = p, p.b, shape
         b = p.b
         which = batch * p.number("map_batch") + head * p.number("map_head")
@@ -67,6 +70,12 @@ class TileList:
 
     def _index(self, x: Value) -> Value:
         return self.b.cast(x, self.p.index)
+
+
+def tile_at(tiles: TileList | None, place: Value) -> Value:
+    """The number of the tile in a place of the order in which they are taken: the place itself unless they are
+    listed."""
+    return place if tiles is None else tiles.tile(place)
 
 
 def keep(tile: FragmentTile, bits: list[Value], dropped: float) -> None:

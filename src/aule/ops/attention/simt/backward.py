@@ -23,6 +23,7 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, f32, i32
 from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import BackwardConfig
+from aule.ops.attention.prepass.tile_list import tile_at
 from aule.ops.scores.band import Place
 from aule.ops.scores.rotated_operands import quad_angles
 from aule.target import Target
@@ -267,6 +268,9 @@ class _Queries(_Kernel):
         numbers = [self.row_numbers(self.head, row0 + engine.row(r)) for r in range(shape.rows)]
         reach, width = scores.reach_of_rows(row0, shape.block_q), shape.block_kv
         first, last = reach.first // width, (reach.end + (width - 1)) // width
+        tiles = self.listed(self.head)
+        if tiles is not None:
+            first, last = first_chunk, tiles.count
 
         def products(tile: Value) -> tuple[_Phase, _Phase, _Phase]:
             key0 = tile * width
@@ -278,11 +282,15 @@ class _Queries(_Kernel):
 
         self.load_own(self.q, self.do, row0, self.scale)
         with b.if_(first < last):
-            products(first)[0].fetch(first_chunk)
-        with b.loop(first, last, name="tile") as tile:
+            products(tile_at(tiles, first))[0].fetch(first_chunk)
+        with b.loop(first, last, name="tile") as place_in_order:
+            tile = tile_at(tiles, place_in_order)
             score, weight, result = products(tile)
             key0 = tile * width
-            partial = (key0 < reach.full_first) | (key0 + width > reach.full_end)
+            if tiles is None:
+                partial = (key0 < reach.full_first) | (key0 + width > reach.full_end)
+            else:
+                partial = place_in_order < tiles.partial
             b.comment("P = exp2(Q K^T - lse)")
             S.fill(zero)
             self.run_phase(score, lambda: weight.fetch(first_chunk))
@@ -299,7 +307,11 @@ class _Queries(_Kernel):
             self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, kept, store_ds)
             b.comment("dQ = dQ + dS K")
             engine.store_p(S, dP.values())
-            self.run_phase(result, lambda: products(tile + 1)[0].fetch(first_chunk))
+
+            def next_tile() -> None:
+                products(tile_at(tiles, place_in_order + 1))[0].fetch(first_chunk)
+
+            self.run_phase(result, next_tile)
         self.store(dQ, self.dq, row0, self.p.number("dq_factor", f32))
 
     def _ds_store(self, S: RegisterTile, key0: Value) -> Callable[[Value, int, int], None]:
@@ -349,6 +361,9 @@ class _Keys(_Kernel):
         """Add the share of one query head's rows to the block's dK and dV."""
         b, engine, shape, scores, key0 = self.b, self.engine, self.shape, self.scores, self.row0
         zero, first_chunk, width = b.const(0.0, f32), b.const(0, i32), shape.block_kv
+        tiles = self.listed(head)
+        if tiles is not None:
+            first, last = first_chunk, tiles.count
         q = self.matrix("q", head, scores.seq_q, self.config.head_dim, 0)
         do = self.matrix("do", head, scores.seq_q, self.config.value_dim, 3)
 
@@ -362,14 +377,18 @@ class _Keys(_Kernel):
             )
 
         with b.if_(first < last):
-            products(first)[0].fetch(first_chunk)
-        with b.loop(first, last, name="tile") as tile:
+            products(tile_at(tiles, first))[0].fetch(first_chunk)
+        with b.loop(first, last, name="tile") as place_in_order:
+            tile = tile_at(tiles, place_in_order)
             score, weight, values, keys = products(tile)
             row0 = tile * width
-            reach = scores.reach(row0 + scores.shift, b.min(row0 + width, scores.seq_q) - 1 + scores.shift)
-            # Keys past the end matter only for the sums of dQ.
-            past = key0 + shape.block_q if self.config.sums else end
-            partial = (key0 < reach.full_first) | (past > reach.full_end)
+            if tiles is None:
+                reach = scores.reach(row0 + scores.shift, b.min(row0 + width, scores.seq_q) - 1 + scores.shift)
+                # Keys past the end matter only for the sums of dQ.
+                past = key0 + shape.block_q if self.config.sums else end
+                partial = (key0 < reach.full_first) | (past > reach.full_end)
+            else:
+                partial = place_in_order < tiles.partial
             b.comment("P^T = exp2(K Q^T - lse)")
             S.fill(zero)
             self.run_phase(score, lambda: weight.fetch(first_chunk))
@@ -395,7 +414,7 @@ class _Keys(_Kernel):
             engine.store_p(S, dP.values())
 
             def next_tile() -> None:
-                products(tile + 1)[0].fetch(first_chunk)
+                products(tile_at(tiles, place_in_order + 1))[0].fetch(first_chunk)
 
             if self.config.sums:
                 self._add_to_sums(head, tile, dP, keys, next_tile)

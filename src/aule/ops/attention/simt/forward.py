@@ -51,8 +51,8 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: Block)
     S, O = engine.score_tile(zero), engine.output_tile(config.value_dim, zero)
     stream = _Stream(b, config, engine, block)
 
-    with b.loop(block.first_tile, block.last_tile, name="tile") as tile:
-        edge = block.is_edge(tile)
+    with b.loop(block.first_tile, block.last_tile, name="tile") as place:
+        tile, edge = block.tile(place), block.is_edge(place)
         b.comment("S = Q K^T")
         S.fill(zero)
         stream.scores(S, tile)
@@ -63,7 +63,7 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: Block)
         p = block.drop(S, p, tile)
 
         b.comment("O = O + P V")
-        stream.values(S, O, p, tile, edge)
+        stream.values(S, O, p, place, edge)
 
     b.comment("O / l, and the log-sum-exp")
     _store(engine, block, O, m, l)
@@ -133,7 +133,7 @@ class _Stream:
         b.barrier()
         self.q_starts = [] if engine.q is not None else engine.row_starts(engine.q_chunk, block.q, block.row0)
         with b.if_(block.first_tile < block.last_tile):
-            self._fetch_k(self._k_starts(block.first_tile), b.const(0, i32))
+            self._fetch_k(self._k_starts(block.tile(block.first_tile)), b.const(0, i32))
 
     def scores(self, S: RegisterTile, tile: Value) -> None:
         """``S = Q K^T``, chunk by chunk of the head dimension."""
@@ -161,25 +161,25 @@ class _Stream:
         if shape.late_values:
             self._fetch_v(tile, b.const(0, i32))
 
-    def values(self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], tile: Value, edge: Value) -> None:
-        """``O += P V``.
+    def values(self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], place: Value, edge: Value) -> None:
+        """``O += P V`` of the tile in a place.
 
         Inf or NaN in V of a key whose weight is zero must not reach O. Only edge tiles have such keys; there each step
         checks its values as they come in, and a step with any takes a slow product.
         """
         b = self.b
         if self.config.everywhere:
-            self._products(S, O, p, tile, b.const(True, bool_))
+            self._products(S, O, p, place, b.const(True, bool_))
         elif self.config.shape.edge_loop:
             with b.if_(edge):
-                self._products(S, O, p, tile, b.const(True, bool_))
+                self._products(S, O, p, place, b.const(True, bool_))
             with b.else_():
-                self._products(S, O, p, tile, None)
+                self._products(S, O, p, place, None)
         else:
-            self._products(S, O, p, tile, edge)
+            self._products(S, O, p, place, edge)
 
     def _products(
-        self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], tile: Value, guarded: Value | None
+        self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], place: Value, guarded: Value | None
     ) -> None:
         """``O += P V``, chunk by chunk of the keys, P a part at a time through shared memory; the first part before the
         loop, which frees its registers. ``guarded`` is the condition under which V is checked for Inf and NaN, or None
@@ -189,21 +189,21 @@ class _Stream:
         engine.store_p(S, [row[:width] for row in p])
         if parts == 1:
             with b.loop(0, chunks, name="chunk") as chunk:
-                self._accumulate(O, tile, chunk, chunk, chunks, guarded)
+                self._accumulate(O, place, chunk, chunk, chunks, guarded)
             return
         with b.loop(0, parts, name="part") as part:
             if chunks == 1:
-                self._accumulate(O, tile, b.const(0, i32), part, parts, guarded)
+                self._accumulate(O, place, b.const(0, i32), part, parts, guarded)
             else:
                 with b.loop(0, chunks, name="chunk") as chunk:
-                    self._accumulate(O, tile, chunk, part * chunks + chunk, parts * chunks, guarded)
+                    self._accumulate(O, place, chunk, part * chunks + chunk, parts * chunks, guarded)
             engine.rows_barrier()  # everyone has read this part
             for i in range(1, parts):
                 with b.if_(b.eq(part, i - 1)):
                     engine.store_p(S, [row[i * width : (i + 1) * width] for row in p])
 
     def _accumulate(
-        self, O: RegisterTile, tile: Value, chunk: Value, number: Value, count: int, guarded: Value | None
+        self, O: RegisterTile, place: Value, chunk: Value, number: Value, count: int, guarded: Value | None
     ) -> None:
         """One chunk of ``O += P V``: the ``chunk``-th of the current part of P, the ``number``-th of the tile."""
         b, engine = self.b, self.engine
@@ -216,12 +216,12 @@ class _Stream:
 
         def fetch() -> None:
             with b.if_(number + 1 < count):
-                self._fetch_v(tile, number + 1)
+                self._fetch_v(self.block.tile(place), number + 1)
             with b.else_():
-                following = tile + 1
+                following = place + 1
                 if self.config.full_tiles:  # rows past the end are not replaced: fetch the last tile again
                     following = b.min(following, self.block.last_tile - 1)
-                self._fetch_k(self._k_starts(following), b.const(0, i32))
+                self._fetch_k(self._k_starts(self.block.tile(following)), b.const(0, i32))
 
         if guarded is None:
             engine.multiply_values(O, self.stager.offset.value, chunk, fetch)

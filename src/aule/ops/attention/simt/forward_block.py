@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8, u32
 from aule.ops.attention.config import ForwardConfig
+from aule.ops.attention.prepass.tile_list import TileList, tile_at
 from aule.ops.combine.pieces import Piece, RowPartials
 from aule.ops.scores import modifiers as mod
 from aule.ops.scores.band import Extent, Scores, block_of
@@ -30,6 +31,8 @@ class Block:
         The tiles ``first_tile .. last_tile - 1`` hold every key that some row keeps.
     first_full, last_full : Value
         In the tiles ``first_full .. last_full - 1`` every row keeps every key unless mask or bias drop some.
+    tile_list : TileList or None
+        The tiles that a mask function leaves; ``first_tile`` and ``last_tile`` then count along the list.
     partials : RowPartials or None
         Where results go if the workgroup has only a piece of the block's keys.
     """
@@ -64,7 +67,12 @@ class Block:
             self.sink = b.load(p.buffer("sinks", f32), p.strided("sinks", self.head))
         self.keep_scale = p.number("keep_scale", f32) if config.dropout else None
         self.dropout = scores.dropout()
-        self._find_tiles()
+        self.tile_list: TileList | None = None
+        if config.tiles_listed:
+            self.tile_list = TileList(p, batch, self.head, block, config.shape)
+            self.first_tile, self.last_tile = b.const(0, i32), self.tile_list.count
+        else:
+            self._find_tiles()
         self.partials: RowPartials | None = None
         if piece is not None:
             self.partials = RowPartials(p, piece, config.shape.block_q, config.aligned[3])
@@ -123,9 +131,15 @@ class Block:
         self.last_tile = (reach.end + (width - 1)) // width
         self.last_full = reach.full_end // width
 
-    def is_edge(self, tile: Value) -> Value:
-        """Whether the band or the end of the sequence drops some key of a tile."""
-        return (tile < self.first_full) | (tile >= self.last_full)
+    def tile(self, place: Value) -> Value:
+        """The number of the tile in a place."""
+        return tile_at(self.tile_list, place)
+
+    def is_edge(self, place: Value) -> Value:
+        """Whether the band, the end of the sequence or a mask function drops some key of the tile in a place."""
+        if self.tile_list is not None:
+            return place < self.tile_list.partial
+        return (place < self.first_full) | (place >= self.last_full)
 
     @property
     def rows(self) -> Value:

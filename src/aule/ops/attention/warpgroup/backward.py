@@ -26,7 +26,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import PANEL, f32, i32, u32, u64
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import KeysKernel
-from aule.ops.attention.prepass.tile_list import TileList, keep
+from aule.ops.attention.prepass.tile_list import TileList, keep, tile_at
 from aule.target import Target
 from aule.tile.common.matrix import divmod_const
 from aule.tile.fragment.arrangement import SIZE
@@ -62,7 +62,7 @@ class _Pass:
 
     def number(self, tile: Value) -> Value:
         """The number of a tile's rows; past the last tile, any."""
-        return tile if self.tile_list is None else self.tile_list.tile(tile)
+        return tile_at(self.tile_list, tile)
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class _Keys(KeysKernel, ABC):
         first, last, end = self.row_tiles()
         self._load_own()
         with b.loop(b.const(0, i32), self.group, name="member") as member:
-            head, tile_list = self.kv_head * self.group + member, None
-            if self.config.tiles_listed:
-                tile_list = TileList(self.p, self.scores.batch, head, self.block, self.shape)
+            head = self.kv_head * self.group + member
+            tile_list = self.listed(head)
+            if tile_list is not None:
                 first, last = b.const(0, i32), tile_list.count
             with b.if_(first < last):
                 self._pass(head, first, last, end, tile_list)

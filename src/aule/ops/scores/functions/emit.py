@@ -202,13 +202,14 @@ class _At:
             return x >> (size.bit_length() - 1) if node.op == "floordiv" else x & (size - 1)
         if divisor.op != "literal" or not divisor.value:
             y = self._select(b.eq(y, 0), b.const(1, element(y.type)), y)  # undefined in kernels
-        quotient, rest = b.binary("div", x, y), b.binary("rem", x, y)
         if _not_negative(self.e.function, node.args[0]) and _not_negative(self.e.function, node.args[1]):
-            return quotient if node.op == "floordiv" else rest
-        below = b.ne(rest, 0) & ((rest ^ y) < 0)
-        if node.op == "floordiv":
-            return self._select(below, quotient - 1, quotient)
-        return self._select(below, rest + y, rest)
+            return b.binary("div" if node.op == "floordiv" else "rem", x, y)
+        # Kernels may divide numbers as if they had no sign.
+        ax, ay = b.abs(x), b.abs(y)
+        quotient = b.binary("div", ax, ay)
+        more = self._select(b.ne(ax - quotient * ay, 0), quotient + 1, quotient)
+        quotient = self._select((x ^ y) < 0, -more, quotient)
+        return quotient if node.op == "floordiv" else x - quotient * y
 
     def _load(self, node: Node) -> Value:
         """An element of a captured array. Indices are clamped to it; negative ones count from its end."""
