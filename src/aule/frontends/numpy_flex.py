@@ -120,6 +120,8 @@ def flex_attention(
     backend: str | None,
 ) -> tuple[Array, Array]:
     """Attention and its log-sum-exp; finished on return."""
+    # Keys of one batch serve all, as in PyTorch.
+    k, v = (np.broadcast_to(x, (q.shape[0], *x.shape[1:])) if x.shape[0] == 1 else x for x in (k, v))
     views: dict[str, Any] = {
         name: front_end.view(x, name, tracing.OP, "query") for name, x in (("q", q), ("k", k), ("v", v))
     }
