@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -127,6 +128,10 @@ def numpy_functions() -> dict[str, tuple[Any, Any]]:
         "softcap, combined masks": (
             lambda s, b, h, q, k: 2 * np.tanh(s / 2),
             aule.or_masks(aule.and_masks(causal, lambda b, h, q, k: flags[k]), lambda b, h, q, k: q == k),
+        ),
+        "default argument": (
+            lambda s, b, h, q, k, table=table: s + table[h, k.astype(np.int64)] * (q > k).astype(float),
+            functools.partial(lambda flags, b, h, q, k: flags[k], flags),
         ),
         "chained": (lambda s, b, h, q, k: s * (1 / (1 + np.exp(-bias[b][h][q]))), aule.noop_mask),
         "clipped": (clipped, lambda b, h, q, k: np.logical_or(np.logical_not(q), (q ^ k) % 3 != 0)),

@@ -49,7 +49,7 @@ def rebound(function: Any, depth: int = 4) -> Any:
             return x.view(CapturedArray)
         if isinstance(x, (tuple, list)):
             inside = [seen(y) for y in x]
-            return x if all(a is b for a, b in zip(x, inside, strict=True)) else inside
+            return x if all(a is b for a, b in zip(x, inside, strict=True)) else type(x)(inside)
         return x if x is function else rebound(x, depth - 1)
 
     if isinstance(function, functools.partial) and depth:
@@ -62,15 +62,15 @@ def rebound(function: Any, depth: int = 4) -> Any:
     named = {n: function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__}
     named = {n: seen(x) for n, x in named.items() if _own(function, x)}
     inside = [seen(x) for x in cells]
-    if all(a is b for a, b in zip(cells, inside, strict=True)) and all(
-        x is function.__globals__[n] for n, x in named.items()
-    ):
+    defaults = seen(function.__defaults__) if function.__defaults__ else None
+    same = all(a is b for a, b in zip(cells, inside, strict=True)) and defaults is function.__defaults__
+    if same and all(x is function.__globals__[n] for n, x in named.items()):
         return function
     made = types.FunctionType(
         function.__code__,
         {**function.__globals__, **named},
         function.__name__,
-        function.__defaults__,
+        defaults,
         tuple(types.CellType(x) for x in inside) or None,
     )
     made.__kwdefaults__ = function.__kwdefaults__

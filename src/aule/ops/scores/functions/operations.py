@@ -210,7 +210,8 @@ def _to(t: Tracer, x: Symbol, *args: Any, dtype: Any = None, **kwargs: Any) -> S
 
 
 def _dtype_name(given: Any) -> str:
-    given = getattr(given, "dtype", given)  # of an array that is to be followed
+    if not isinstance(given, type):
+        given = getattr(given, "dtype", given)  # of an array that is to be followed
     name = getattr(given, "name", None) or getattr(given, "__name__", None) or str(given)
     return name.removeprefix("torch.") if isinstance(name, str) else ""
 
