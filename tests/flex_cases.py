@@ -165,8 +165,8 @@ def branches() -> Case:
     return Case(score_mod, None, (low,))
 
 
-def functions() -> Case:
-    scale = learned(HEADS, KEYS, low=0.2)
+def functions(dtype: torch.dtype = torch.float32) -> Case:
+    scale = learned(HEADS, KEYS, low=0.2, dtype=dtype)
 
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         smooth = torch.log(1 + torch.exp(s)) + torch.sin(s) * torch.tan(s / 8) + torch.rsqrt(1 + s * s)

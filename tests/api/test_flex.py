@@ -89,7 +89,7 @@ def test_functions_and_gradients(make: Callable[[], Case]) -> None:
 @pytest.mark.parametrize(
     ("dtype", "make"),
     [
-        (torch.float64, flex_cases.functions),
+        (torch.float64, functools.partial(flex_cases.functions, torch.float64)),
         (torch.bfloat16, flex_cases.document_relative),
         (torch.float16, flex_cases.sliding_alibi),
     ],
