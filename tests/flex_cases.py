@@ -159,7 +159,7 @@ def branches() -> Case:
 
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         inner = torch.where(q > k, torch.clamp(s, -0.5, 1.0), torch.relu(s) - 0.3)
-        outer = torch.where((k % 4 == 0) & (h == 0), inner * 2, torch.maximum(s, low[0]))
+        outer = torch.where((k % 4 == 0) & (h == 0), inner * 2, torch.maximum(torch.nn.functional.silu(s), low[0]))
         return torch.where(k > q + 20, float("-inf"), outer) + torch.sign(s) * 0.1
 
     return Case(score_mod, None, (low,))

@@ -141,6 +141,11 @@ def _relu(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     return _binary("max")(t, 0, x)
 
 
+@_register("silu")
+def _silu(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
+    return _binary("mul")(t, x, _unary("sigmoid")(t, x))
+
+
 @_register("square")
 def _square(t: Tracer, x: Any) -> Symbol:
     return _binary("mul")(t, x, x)
