@@ -45,14 +45,15 @@ class BlockMask:
         evaluator: Callable[[BlockMask], Evaluator],
     ) -> None:
         self.mask_mod, self.shape, self.block_size, self._evaluator = mask_mod, shape, block_size, evaluator
-        self.traced: dict[Any, tuple[BoundFunction, list[Any]]] = {}
-        """What front ends traced, by the type that is computed in."""
+        self._traced: dict[Any, tuple[MaskMod, tuple[BoundFunction, list[Any]]]] = {}
+        """What front ends traced, by the type that is computed in, with the function that it was made of."""
 
     def trace(self, key: Any, how: Callable[[], tuple[BoundFunction, list[Any]]]) -> tuple[BoundFunction, list[Any]]:
-        """The traced function: traced once."""
-        if key not in self.traced:
-            self.traced[key] = how()
-        return self.traced[key]
+        """The traced function: traced once, and again if ``mask_mod`` was replaced."""
+        known = self._traced.get(key)
+        if known is None or known[0] is not self.mask_mod:
+            known = self._traced[key] = self.mask_mod, how()
+        return known[1]
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         """Refuse a call that the mask was not made for."""

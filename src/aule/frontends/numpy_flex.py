@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from aule.engine.attention import forward_on_host, host_device
 from aule.engine.memory import reports_shortage
+from aule.errors import InvalidArgumentError
 from aule.frontends import numpy as front_end
 from aule.frontends.block_mask import MASK_INPUTS, SCORE_INPUTS, BlockMask
 from aule.ops.attention.validate import attention_problem
@@ -21,6 +23,11 @@ from aule.ops.scores.functions.evaluate import Evaluator
 from aule.ops.scores.functions.program import BoundFunction
 
 Array = npt.NDArray[Any]
+_DTYPES = {name: np.dtype(kind) for name, kind in (
+    ("bool", np.bool_), ("i32", np.int32), ("i64", np.int64), ("f32", np.float32), ("f64", np.float64)
+)}  # fmt: skip
+_WIDENED = (np.dtype(np.int16), np.dtype(np.uint16), np.dtype(np.uint32))
+"""Integers that kernels do not load."""
 
 
 class CapturedArray(np.ndarray[Any, Any]):
@@ -36,27 +43,34 @@ def rebound(function: Any, depth: int = 4) -> Any:
 
     NumPy asks an array, not its index, what ``array[index]`` means, so a plain array would not see a symbol.
     """
-    if not isinstance(function, types.FunctionType) or depth == 0:
-        return function
 
     def seen(x: Any) -> Any:
         if isinstance(x, np.ndarray):
             return x.view(CapturedArray)
-        return rebound(x, depth - 1) if isinstance(x, types.FunctionType) and x is not function else x
+        if isinstance(x, (tuple, list)):
+            inside = [seen(y) for y in x]
+            return x if all(a is b for a, b in zip(x, inside, strict=True)) else type(x)(inside)
+        return x if x is function else rebound(x, depth - 1)
+
+    if isinstance(function, functools.partial) and depth:
+        named = {name: seen(x) for name, x in function.keywords.items()}
+        return functools.partial(rebound(function.func, depth - 1), *map(seen, function.args), **named)
+    if not isinstance(function, types.FunctionType) or depth == 0:
+        return function
 
     cells = [_contents(cell) for cell in function.__closure__ or ()]
     named = {n: function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__}
     named = {n: seen(x) for n, x in named.items() if _own(function, x)}
     inside = [seen(x) for x in cells]
-    if all(a is b for a, b in zip(cells, inside, strict=True)) and all(
-        x is function.__globals__[n] for n, x in named.items()
-    ):
+    defaults = seen(function.__defaults__) if function.__defaults__ else None
+    same = all(a is b for a, b in zip(cells, inside, strict=True)) and defaults is function.__defaults__
+    if same and all(x is function.__globals__[n] for n, x in named.items()):
         return function
     made = types.FunctionType(
         function.__code__,
         {**function.__globals__, **named},
         function.__name__,
-        function.__defaults__,
+        defaults,
         tuple(types.CellType(x) for x in inside) or None,
     )
     made.__kwdefaults__ = function.__kwdefaults__
@@ -79,7 +93,20 @@ def traced(
     function: Callable[..., Any], inputs: Sequence[str], work: str, name: str
 ) -> tuple[BoundFunction, list[Array]]:
     """The program of a function, and the arrays that it captured."""
-    return tracing.trace(rebound(function), inputs, work, lambda x: front_end.view(x, name, tracing.OP).dtype, name)
+    framework = tracing.Framework(
+        lambda x: (
+            front_end.view(_loadable(np.zeros(1, x.dtype), work), f"an array captured by {name}", tracing.OP).dtype
+        ),
+        lambda dtype: {"dtype": _DTYPES[dtype]},
+    )
+    return tracing.trace(rebound(function), inputs, work, framework, name)
+
+
+def _loadable(x: Array, work: str) -> Array:
+    """An array in a type that kernels load. NumPy makes float64 by default, which few devices compute with."""
+    if x.dtype == np.float64 and work == "f32":
+        return x.astype(np.float32)
+    return x.astype({2: np.int32, 4: np.int64}[x.dtype.itemsize]) if x.dtype in _WIDENED else x
 
 
 @reports_shortage
@@ -88,11 +115,13 @@ def flex_attention(
     k: Array,
     v: Array,
     score_mod: Callable[..., Any] | None,
-    block_mask: BlockMask | None,
+    block_mask: Any,
     scale: float | None,
     backend: str | None,
 ) -> tuple[Array, Array]:
     """Attention and its log-sum-exp; finished on return."""
+    # Keys of one batch serve all, as in PyTorch.
+    k, v = (np.broadcast_to(x, (q.shape[0], *x.shape[1:])) if x.shape[0] == 1 else x for x in (k, v))
     views: dict[str, Any] = {
         name: front_end.view(x, name, tracing.OP, "query") for name, x in (("q", q), ("k", k), ("v", v))
     }
@@ -104,11 +133,20 @@ def flex_attention(
         problem = replace(problem, score_mod=found)
         captured |= {f"{SCORE_FUNCTION}{i}": x for i, x in enumerate(arrays)}
     if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise InvalidArgumentError(
+                f"[{tracing.OP}] expected block_mask of aule.create_block_mask, got {type(block_mask).__name__}; "
+                "make one with aule.create_block_mask"
+            )
+        block_mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         mask_mod = block_mask.mask_mod
         found, arrays = block_mask.trace(work, lambda: traced(mask_mod, MASK_INPUTS, work, "mask_mod"))
         problem = replace(problem, mask_mod=found)
         captured |= {f"{MASK_FUNCTION}{i}": x for i, x in enumerate(arrays)}
-    of_arrays = {name: front_end.view(np.asarray(x), "a captured array", tracing.OP) for name, x in captured.items()}
+    of_arrays = {
+        name: front_end.view(_loadable(np.asarray(x), work), "a captured array", tracing.OP)
+        for name, x in captured.items()
+    }
     operands = replace(operands, captured=of_arrays)
     out, lse = forward_on_host(problem, operands, host_device(problem.dtype, backend))
     assert lse is not None

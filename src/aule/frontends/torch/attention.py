@@ -96,7 +96,7 @@ class AttentionCall(Call):
 
     def problem(self, view: ViewOf) -> tuple[AttentionProblem, Operands]:
         """Check the call."""
-        return attention_problem(**self.views(view), **self.options.plain())
+        return attention_problem(**self.views(view), **self.options.plain(), op=self.op)
 
 
 def _alignment_for_plans(aligned: Mapping[str, bool]) -> dict[str, bool]:

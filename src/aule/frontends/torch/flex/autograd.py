@@ -89,10 +89,6 @@ class _Flex(torch.autograd.Function):  # type: ignore[misc]
                 assert ds is not None
                 scale = options.scale if options.scale is not None else q.shape[-1] ** -0.5
                 found = captured_gradients(functions, wanted, ds, q, k, scale)
-        return (
-            *refuse_second((dq, dk, dv), *given, *saved),
-            None,
-            None,
-            None,
-            *(found.get(name) for name in ctx.names),
-        )
+        gradients = (dq, dk, dv, *(found.get(name) for name in ctx.names))
+        dq, dk, dv, *rest = refuse_second(gradients, *given, *saved, op=OP)
+        return (dq, dk, dv, None, None, None, *rest)

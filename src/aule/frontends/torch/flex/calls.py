@@ -10,6 +10,7 @@ from torch import Tensor
 from aule.errors import DeviceMismatchError
 from aule.frontends.torch import attention
 from aule.frontends.torch.attention import Saved, options_with_tensors, saved_of
+from aule.frontends.torch.flex.trace import loaded_dtype
 from aule.frontends.torch.views import ViewOf
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
@@ -42,7 +43,10 @@ class Functions:
         return replace(self, captured={name: tensors[name] for name in self.captured})
 
     def checked(self, q: Tensor) -> Functions:
-        """Refuse captured tensors of another device than ``q``; numbers on the CPU are moved, as PyTorch does."""
+        """Refuse captured tensors of another device than ``q``; numbers on the CPU are moved, as PyTorch does.
+
+        Types that kernels do not load are converted.
+        """
         found = {}
         for name, x in self.captured.items():
             if x.device != q.device:
@@ -51,7 +55,7 @@ class Functions:
                         f"[{OP}] expected captured tensors on {q.device} like query, got {x.device}; move it with .to"
                     )
                 x = x.to(q.device)
-            found[name] = x
+            found[name] = x.to(loaded_dtype(x.dtype, q))
         return replace(self, captured=found)
 
 

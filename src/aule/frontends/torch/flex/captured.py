@@ -24,7 +24,7 @@ _OPERATIONS: dict[str, Any] = {
     "ne": torch.ne, "neg": torch.neg, "abs": torch.abs, "not": torch.bitwise_not, "exp": torch.exp,
     "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
     "sin": torch.sin, "cos": torch.cos, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "floor": torch.floor,
-    "where": torch.where,
+    "where": torch.where, "detach": torch.clone,
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def captured_gradients(
     places = {int(name.removeprefix(SCORE_FUNCTION)): name for name in wanted}
     loads = tuple(i for i, node in enumerate(program.nodes) if node.op == "load" and node.value in places)
     partial = derivatives(program, loads)
-    sums = {name: torch.zeros_like(functions.captured[name], dtype=ds.dtype) for name in wanted}
+    sums = {name: torch.zeros(functions.captured[name].shape, dtype=ds.dtype, device=ds.device) for name in wanted}
     needs_scores = any(partial.depends_on(i, "score") for i in partial.results[1:])
     group = q.shape[1] // max(k.shape[1], 1)
     query, key = (torch.arange(n, device=q.device, dtype=torch.int32) for n in ds.shape[2:])

@@ -33,6 +33,8 @@ def flex_attention(
     refuse_tracing(OP)
     refuse_transforms(OP, (q, k, v), "call it outside of them, on all that is mapped at once")
     q, k, v = autocast(q, k, v)
+    # Keys of one batch serve all, as in PyTorch: a cache of pages is one batch.
+    k, v = (x.expand(q.shape[0], *x.shape[1:]) if x.shape[0] == 1 else x for x in (k, v))
     score = None if score_mod is None else traced(score_mod, SCORE_INPUTS, q, "score_mod")
     functions = Functions.of(score, mask_of(block_mask, q, k.shape[2])).checked(q)
     options = AttentionOptions(causal=False, scale=scale, return_lse=True, backend=backend)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aule.errors import InvalidArgumentError
+from aule.errors import DeviceMismatchError, InvalidArgumentError
 from aule.frontends.block_mask import MASK_INPUTS, BlockMask
 from aule.frontends.torch.flex.trace import traced
 from aule.ops.scores.functions.evaluate import Evaluator
@@ -24,9 +24,10 @@ def mask_of(given: Any, q: Tensor, keys: int) -> tuple[BoundFunction, list[Tenso
     if given is None:
         return None
     if isinstance(given, BlockMask):
-        given.check(q.shape[0], q.shape[1], q.shape[2], keys)
         work = "f64" if q.dtype == torch.float64 else "f32"
-        return given.trace((work, q.device), lambda: traced(given.mask_mod, MASK_INPUTS, q, "mask_mod"))
+        found = given.trace((work, q.device), lambda: traced(given.mask_mod, MASK_INPUTS, q, "mask_mod"))
+        given.check(q.shape[0], q.shape[1], q.shape[2], keys)
+        return found
     if not all(hasattr(given, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
         raise InvalidArgumentError(
             f"[{OP}] expected block_mask of create_block_mask, aule's or PyTorch's, got {type(given).__name__}; "
@@ -34,16 +35,28 @@ def mask_of(given: Any, q: Tensor, keys: int) -> tuple[BoundFunction, list[Tenso
         )
     if min(given.BLOCK_SIZE) >= _NO_MASK:
         return None
-    own = getattr(given, "_aule_mask", None)
-    if own is None:
-        own = given._aule_mask = _of_torch(given)
-    return mask_of(own, q, keys)
+    if given.kv_num_blocks.device != q.device:
+        raise DeviceMismatchError(
+            f"[{OP}] expected block_mask on {q.device} like query, got {given.kv_num_blocks.device}; move it with .to"
+        )
+    state = _state(given)
+    known = getattr(given, "_aule_mask", None)
+    if known is None or known[0] != state:
+        known = given._aule_mask = state, _of_torch(given)
+    return mask_of(known[1], q, keys)
+
+
+def _state(given: Any) -> list[Any]:
+    """What PyTorch's mask is made of: it may be replaced, or changed in place."""
+    tensors = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
+    versions = [None if x is None or x.is_inference() else x._version for x in tensors]
+    return [given.mask_mod, tuple(given.shape), tuple(given.BLOCK_SIZE), *map(id, tensors), *versions]
 
 
 def _of_torch(given: Any) -> BlockMask:
     """PyTorch's mask of blocks as one function: blocks that are listed as full are kept, those listed as partial where
     its function says so, and others are dropped."""
-    shape = tuple(given.shape)
+    shape = (1, 1, *given.shape)[-4:]
     size_q, size_kv = given.BLOCK_SIZE
     function: Callable[..., Any] | None = given.mask_mod
     columns = -(-shape[3] // size_kv)
@@ -51,7 +64,7 @@ def _of_torch(given: Any) -> BlockMask:
     full = None
     if given.full_kv_num_blocks is not None:
         full = _dense(given.full_kv_num_blocks, given.full_kv_indices, columns)
-    batches, heads = partial.shape[:2]
+    batches, heads = shape[:2]
 
     def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
         at = (b if batches > 1 else 0, h if heads > 1 else 0, q // size_q, kv // size_kv)
@@ -67,7 +80,8 @@ def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     dense = torch.zeros((*counts.shape, max(columns, indices.shape[-1]) + 1), dtype=torch.bool, device=indices.device)
     # Those that do not count go to one column more, which is cut off.
     places = torch.where(listed, indices, dense.shape[-1] - 1).to(torch.int64)
-    return dense.scatter_(-1, places, True)[..., :columns].contiguous()
+    dense = dense.scatter_(-1, places, True)[..., :columns].contiguous()
+    return dense.view((1,) * (4 - dense.dim()) + dense.shape)
 
 
 def mask_evaluator(block_mask: BlockMask) -> Evaluator:

@@ -15,6 +15,13 @@ from aule.ops.scores.functions import trace as tracing
 from aule.ops.scores.functions.program import BoundFunction
 from aule.ops.scores.functions.trace import Symbol
 
+_DTYPES = {
+    "bool": torch.bool, "i32": torch.int32, "i64": torch.int64, "f32": torch.float32, "f64": torch.float64,
+}  # fmt: skip
+"""Types of values in a function. Indices are int32, as in kernels of PyTorch."""
+_WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Integers that kernels do not load."""
+
 
 class _Recording(TorchFunctionMode):  # type: ignore[misc]
     """Sends every torch function that gets a symbol to the tracer; others, on captured tensors alone, run as usual."""
@@ -36,9 +43,15 @@ def traced(
     work = "f64" if q.dtype == torch.float64 else "f32"
 
     def dtype_of(tensor: Any) -> str:
-        tensor = torch.as_tensor(tensor)  # an array of NumPy may be captured, too
-        return dtype_name(tensor, f"a tensor captured by {name}", tracing.OP)
+        dtype = loaded_dtype(torch.as_tensor(tensor).dtype, q)  # an array of NumPy may be captured, too
+        return dtype_name(torch.empty(0, dtype=dtype), f"a tensor captured by {name}", tracing.OP)
 
+    framework = tracing.Framework(dtype_of, lambda dtype: {"dtype": _DTYPES[dtype], "device": q.device})
     with _Recording():
-        program, arrays = tracing.trace(rebound(function), inputs, work, dtype_of, name, q.device)
+        program, arrays = tracing.trace(rebound(function), inputs, work, framework, name)
     return program, [x if isinstance(x, Tensor) else torch.as_tensor(x, device=q.device) for x in arrays]
+
+
+def loaded_dtype(dtype: torch.dtype, q: Tensor) -> torch.dtype:
+    """The type that a captured tensor of a type is converted to, for attention with queries like ``q``."""
+    return torch.float32 if dtype == torch.float64 != q.dtype else _WIDENED.get(dtype, dtype)

@@ -56,6 +56,8 @@ def _parts(graph: Graph, i: int, g: int) -> list[tuple[int, int]]:
         return [(args[0], graph.where(first, g, number(0.0))), (args[1], graph.where(first, number(0.0), g))]
     if node.op == "where":
         return _of_where(graph, args, g)
+    if node.op in ("floordiv", "floor", "detach"):
+        return []
     if node.op == "cast":
         return [(args[0], graph.cast(g, graph.dtype(args[0])))]
     return _of_unary(graph, i, g)
@@ -84,8 +86,6 @@ def _of_unary(graph: Graph, i: int, g: int) -> list[tuple[int, int]]:
         # Zero where x is zero, as in PyTorch.
         sign = graph.where(graph.compare("lt", x, number(0.0)), number(-1.0), number(1.0))
         factor = graph.where(graph.compare("eq", x, number(0.0)), number(0.0), sign)
-    elif node.op == "floor":
-        return []
     elif node.op == "neg":
         factor = number(-1.0)
     elif node.op == "exp":

@@ -182,6 +182,8 @@ class _At:
         if node.op in ("floordiv", "mod"):
             return self._divided(node, *args)
         (x,) = args
+        if node.op == "detach":
+            return x
         functions: dict[str, Callable[[], Value]] = {
             "exp": lambda: b.exp2(x * LOG2E),
             "log": lambda: b.log2(x) * LN2,
@@ -222,6 +224,7 @@ class _At:
             size = b.cast(size, element(at.type))
             if not _not_negative(self.e.function, argument):
                 at = self._select(at < 0, at + size, at)
+            if not _not_negative(self.e.function, argument, safe=True):
                 at = b.max(at, 0)
             at = b.cast(b.min(at, size - 1), p.index)
             place = at * p.number(f"{name}_stride{axis}", p.index) + place
@@ -264,13 +267,15 @@ def _may_be_low(function: ScoreFunction, i: int) -> bool:
     )
 
 
-def _not_negative(function: ScoreFunction, i: int) -> bool:
-    """Whether an integer is known to be at least 0."""
+def _not_negative(function: ScoreFunction, i: int, safe: bool = False) -> bool:
+    """Whether an integer is known to be at least 0; ``safe``: even if an operation overflows."""
     node = function.nodes[i]
+    if safe and node.op in ("mul", "abs", "cast"):
+        return False
     if node.op in ("batch", "head", "query", "key", "abs") or node.dtype == "bool":
         return True
     if node.op == "literal":
         return float(node.value or 0) >= 0
     if node.op in ("floordiv", "add", "mul", "min", "mod", "shr", "cast", "and"):
-        return all(_not_negative(function, a) for a in node.args)
-    return node.op == "max" and any(_not_negative(function, a) for a in node.args)
+        return all(_not_negative(function, a, safe) for a in node.args)
+    return node.op == "max" and any(_not_negative(function, a, safe) for a in node.args)

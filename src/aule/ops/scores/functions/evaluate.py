@@ -20,7 +20,7 @@ _UFUNCS: dict[str, Any] = {
     "xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal, "neg": np.negative, "abs": np.abs,
     "not": np.invert, "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sqrt": np.sqrt, "sin": np.sin,
-    "cos": np.cos, "tanh": np.tanh, "floor": np.floor, "where": np.where,
+    "cos": np.cos, "tanh": np.tanh, "floor": np.floor, "where": np.where, "detach": np.copy,
     "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
 }  # fmt: skip
 

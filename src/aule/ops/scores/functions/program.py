@@ -19,7 +19,8 @@ BITWISE = ("and", "or", "xor")
 SHIFTS = ("shl", "shr")
 ARITHMETIC = ("add", "sub", "mul", "div", "floordiv", "mod", "min", "max")
 FLOAT_UNARY = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "floor")
-UNARY = ("neg", "abs", "not", *FLOAT_UNARY)
+UNARY = ("neg", "abs", "not", "detach", *FLOAT_UNARY)
+"""``detach`` is its operand, without a derivative."""
 
 _RANK = {"bool": 0, "i32": 1, "i64": 2, "f32": 3, "f64": 4}
 """Types of values, in the order of promotion."""
@@ -213,7 +214,8 @@ class Graph:
         node = self.nodes[x]
         if node.dtype == dtype:
             return x
-        if node.op == "literal" and node.value is not None and (dtype != "i32" or math.isfinite(node.value)):
+        whole = dtype in ("i32", "i64")
+        if node.op == "literal" and node.value is not None and not (whole and not math.isfinite(node.value)):
             return self.literal(
                 node.value if is_float(dtype) else int(node.value) if dtype != "bool" else node.value != 0, dtype
             )

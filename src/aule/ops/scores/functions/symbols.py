@@ -1,0 +1,288 @@
+"""Symbols: what a user's function is called with; they record what is done to them.
+
+The same `Symbol` serves functions written with Python's operators, with torch and with NumPy: it takes part in the
+protocols of both (``__torch_function__``, ``__array_ufunc__``, ``__array_function__``) and looks operations up by name.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from aule.errors import InvalidArgumentError
+from aule.ops.scores.functions.program import Graph, is_float
+
+OP = "flex_attention"
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a front end knows about its arrays.
+
+    Attributes
+    ----------
+    dtype_of : callable
+        The IR name of a captured array's element type.
+    attributes : callable
+        Attributes such as ``dtype`` and ``device`` that values of an IR type have in the framework.
+    """
+
+    dtype_of: Callable[[Any], str]
+    attributes: Callable[[str], Mapping[str, Any]]
+
+
+class Tracer:
+    """Records one function.
+
+    Attributes
+    ----------
+    graph : Graph
+    arrays : list
+        Captured arrays in the order of `Graph.arrays`.
+    numbers : list of float or int
+        Captured numbers.
+    methods : mapping
+        Operations by name.
+    """
+
+    def __init__(self, work: str, framework: Framework, methods: Mapping[str, Callable[..., Any]]) -> None:
+        self.graph, self.framework, self.methods = Graph(work), framework, methods
+        self.arrays: list[Any] = []
+        self.numbers: list[float | int] = []
+
+    def array(self, array: Any) -> int:
+        """The number of a captured array."""
+        for i, known in enumerate(self.arrays):
+            if known is array:
+                return i
+        self.arrays.append(array)
+        return self.graph.array(self.framework.dtype_of(array), len(array.shape))
+
+    def node(self, x: Any, *others: Any, divisor: bool = False) -> int:
+        """The node of an operand: a symbol, a Python number or a captured array of no axes.
+
+        A Python number takes the type of the ``others``, except that a float beside integers stays a float.
+        """
+        if isinstance(x, Symbol):
+            if x.open_axes:
+                fail(f"an array with {x.open_axes} axes that are not indexed", "index every axis of a captured array")
+            return x.node
+        if isinstance(x, (bool, np.bool_)):
+            return self.graph.literal(bool(x))
+        if isinstance(x, (int, float, np.number)):
+            return self._number(x.item() if isinstance(x, np.number) else x, others, divisor)
+        if hasattr(x, "shape") and not len(x.shape):
+            return self.graph.load(self.array(x), ())
+        fail(described(x), "index captured arrays down to one number: a function is called for one score at a time")
+
+    def _number(self, x: float | int, others: Sequence[Any], divisor: bool) -> int:
+        graph = self.graph
+        kinds = [graph.dtype(self.node(y)) for y in others if isinstance(y, Symbol) or hasattr(y, "shape")]
+        beside_floats = any(is_float(kind) for kind in kinds)
+        dtype = graph.work if beside_floats or isinstance(x, float) else "i64" if "i64" in kinds else "i32"
+        if dtype == "i32" and not -(2**31) <= x < 2**31:
+            dtype = "i64"
+        power = divisor and isinstance(x, int) and x > 0 and x.bit_count() == 1
+        if power or not math.isfinite(x) or x in (0, 1):  # worth a kernel of their own
+            return graph.literal(x, dtype)
+        self.numbers.append(x)
+        return graph.number(dtype)
+
+    def symbol(self, node: int) -> Symbol:
+        """A symbol for a node."""
+        return Symbol(self, node)
+
+    def known_names(self) -> str:
+        """Operations that functions may use, for messages."""
+        operators = ("add", "sub", "mul", "and", "or", "xor", "not", "neg", "lt", "le", "gt", "ge", "eq", "ne")
+        return "arithmetic, comparisons, & | ^ ~ << >>, indexing of captured arrays and " + ", ".join(
+            name for name in sorted(self.methods) if name not in operators
+        )
+
+
+class Symbol:
+    """A value of the traced function, or a captured array of which some axes are indexed."""
+
+    __slots__ = ("array", "indices", "node", "open_axes", "tracer")
+
+    def __init__(
+        self, tracer: Tracer, node: int = -1, array: Any = None, indices: tuple[int, ...] = (), open_axes: int = 0
+    ) -> None:
+        self.tracer, self.node, self.array, self.indices, self.open_axes = tracer, node, array, indices, open_axes
+
+    def __getitem__(self, index: Any) -> Symbol:
+        if not self.open_axes:
+            fail("an index into a single number", "only captured arrays can be indexed")
+        return load(self.tracer, self.array, index, self.indices)
+
+    def __bool__(self) -> bool:
+        fail("a branch on a value that only the kernel knows", "use torch.where, or & and | instead of `and` and `or`")
+
+    def __iter__(self) -> NoReturn:
+        fail("a loop over a single number", "a function is called for one score at a time")
+
+    def __index__(self) -> int:
+        fail(
+            "a value that only the kernel knows as an index of a list",
+            "index a torch tensor, or a NumPy array that is a variable of the function or of its module",
+        )
+
+    def __float__(self) -> float:
+        fail("a value that only the kernel knows as a Python number", "use functions of torch or NumPy, not of math")
+
+    __int__ = item = tolist = __round__ = __float__
+
+    def __len__(self) -> int:
+        if not self.open_axes:
+            fail("the length of a single number", "a function is called for one score at a time")
+        return int(self.shape[0])
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes that are not indexed; empty for a number."""
+        return tuple(self.array.shape[len(self.indices) :]) if self.open_axes else ()
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes that are not indexed."""
+        return self.open_axes
+
+    def dim(self) -> int:
+        """Number of axes that are not indexed."""
+        return self.open_axes
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.tracer.methods.get(name)
+        if found is not None:
+            return lambda *args, **kwargs: found(self.tracer, self, *args, **kwargs)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if not self.open_axes:
+            given = self.tracer.framework.attributes(self.tracer.graph.dtype(self.node))
+            if name in given:
+                return given[name]
+        fail(f"the method or attribute {name}", f"functions may use {self.tracer.known_names()}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return call(getattr(func, "__name__", str(func)), args, kwargs or {})
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method != "__call__" or kwargs:
+            fail(f"np.{ufunc.__name__}.{method} with options", "call the function itself, without options")
+        return call(ufunc.__name__, inputs, {})
+
+    def __array_function__(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        return call(func.__name__, args, kwargs)
+
+
+def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Record an operation by its name in torch, NumPy or Python."""
+    symbol = symbol_in([*args, *kwargs.values()])
+    assert symbol is not None
+    methods = symbol.tracer.methods
+    found = methods.get(name)
+    if found is None and name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        found = methods.get(name)
+        if found is None and name.startswith("r"):
+            found, args = methods.get(name[1:]), args[::-1]
+    if found is None:
+        fail(f"the operation {name}", f"functions may use {symbol.tracer.known_names()}")
+    return found(symbol.tracer, *args, **kwargs)
+
+
+def symbol_in(values: Sequence[Any]) -> Symbol | None:
+    """The first symbol among some values and the tuples and lists of them."""
+    for x in values:
+        found = symbol_in(x) if isinstance(x, (tuple, list)) else x if isinstance(x, Symbol) else None
+        if found is not None:
+            return found
+    return None
+
+
+def load(tracer: Tracer, array: Any, index: Any, before: tuple[int, ...] = ()) -> Symbol:
+    """A captured array at an index of symbols and integers, after those that were given before."""
+    given = index if isinstance(index, tuple) else (index,)
+    rank = len(array.shape)
+    for one in given:
+        if not isinstance(one, (Symbol, int, np.integer)) and not (hasattr(one, "shape") and not len(one.shape)):
+            fail(f"{one!r} as an index", "index captured arrays with integers only")
+    at = (*before, *(tracer.node(i) for i in given))
+    if len(at) > rank:
+        fail(f"{len(at)} indices into an array of {rank} axes", "give one for each axis")
+    if any(is_float(tracer.graph.dtype(i)) for i in at):
+        fail("a float as an index", "convert it to an integer")
+    for axis, one in enumerate(given, len(before)):
+        size = array.shape[axis]
+        if isinstance(one, (int, np.integer)) and not -size <= one < size:
+            fail(f"index {one} into an axis of length {size}", "stay inside of the captured array")
+    if 0 in tuple(array.shape):
+        fail(f"an empty captured array of shape {list(array.shape)}", "pass one with elements")
+    if len(at) < rank:
+        return Symbol(tracer, -1, array, at, rank - len(at))
+    return tracer.symbol(tracer.graph.load(tracer.array(array), at))
+
+
+def described(x: Any) -> str:
+    """A value that is not a number, for messages."""
+    if isinstance(x, Symbol) and x.open_axes:
+        return f"an array with {x.open_axes} axes that are not indexed"
+    return f"an array of shape {list(x.shape)}" if hasattr(x, "shape") else f"{type(x).__name__} {x!r}"
+
+
+def fail(what: str, remedy: str, line: str | None = None) -> NoReturn:
+    """Refuse what a function does, with the line of the user's code that does it."""
+    line = _line_of(_frames()) if line is None else line
+    raise InvalidArgumentError(f"[{OP}] expected a function that can be traced, got {what}{line}; {remedy}")
+
+
+def line_of_error(traceback: TracebackType | None) -> str:
+    """The innermost line of the user's code that an error came from."""
+    found: list[tuple[FrameType, int]] = []
+    while traceback is not None:
+        found.insert(0, (traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _line_of(found)
+
+
+def _frames() -> list[tuple[FrameType, int]]:
+    frame: FrameType | None = sys._getframe(1)
+    found = []
+    while frame is not None:
+        found.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _line_of(frames: Sequence[tuple[FrameType, int]]) -> str:
+    for frame, line in frames:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("aule", "torch", "numpy"):
+            return f" ({frame.f_code.co_filename}:{line})"
+    return ""
+
+
+def _operator(name: str, reflected: bool) -> Callable[[Symbol, Any], Any]:
+    def apply(x: Symbol, y: Any) -> Any:
+        operands = (y, x) if reflected else (x, y)
+        return x.tracer.methods[name](x.tracer, *operands)
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    setattr(Symbol, f"__{_name}__", _operator(_name, False))
+    setattr(Symbol, f"__r{_name}__", _operator(_name, True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Symbol, f"__{_name}__", _operator(_name, False))
+for _name, _method in (("neg", "neg"), ("abs", "abs"), ("invert", "invert"), ("pos", "positive")):
+    setattr(Symbol, f"__{_name}__", lambda x, _method=_method: x.tracer.methods[_method](x.tracer, x))
