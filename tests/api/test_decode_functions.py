@@ -61,7 +61,7 @@ def test_float64_and_lists_of_lengths() -> None:
         (
             {"context_lens": np.array([9, 1], np.int32)},
             InvalidShapeError,
-            "context_lens in 0..8, .* got 9 for sequence 0",
+            "context_lens from 0 to 8, .* got 9 for sequence 0",
         ),
         ({"context_lens": np.array([-1, 1], np.int32)}, InvalidShapeError, "got -1 for sequence 0"),
         ({"context_lens": np.array([1], np.int32)}, InvalidShapeError, r"int32 \[batch = 2\], got int32 \[1\]"),

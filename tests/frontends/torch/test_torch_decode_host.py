@@ -84,7 +84,7 @@ def test_lengths_are_looked_at(longer: list[str], length: int) -> None:
     for _ in range(2):
         aule.flash_attention_paged(q, k, v, tables, lens)
     lens[1] = length
-    with pytest.raises(aule.AuleError, match=f"expected context_lens in 0..24, .* got {length} for sequence 1"):
+    with pytest.raises(aule.AuleError, match=f"expected context_lens from 0 to 24, .* got {length} for sequence 1"):
         aule.flash_attention_paged(q, k, v, tables, lens)
     assert len(longer) == 1
 
