@@ -31,7 +31,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_grid(device: Device, case: grid.Case) -> None:
-    devices.spare(device, CASES.index(case), parts=5)
+    devices.spare(device, CASES.index(case), parts=8)
     inputs = grid.make_inputs(case, seed=1)
     before = {name: array.copy() for name, array in inputs.items()}
     problem, operands = grid.case_problem(case, inputs)
