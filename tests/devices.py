@@ -62,8 +62,8 @@ _PARTS = {"vulkan": 0, "opencl": 1, "webgpu": 2, "metal": 0}
 
 def spare(device: Device, number: int, parts: int = 3) -> None:
     """Skip all but one case in ``parts`` on software devices, the shim, and a CPU with fewer features, since compiling
-    takes long. Each of these runs other cases; with three parts, three together run all. A GPU and the unrestricted CPU run all
-    cases, and so does every device with ``AULE_FULL_GRID=1``."""
+    takes long. Each of these runs other cases; with three parts, three together run all. A GPU and the unrestricted CPU
+    run all cases, and so does every device with ``AULE_FULL_GRID=1``."""
     backend = device.target.backend
     if backend == "cpu":
         mine = None if device is registry.find("cpu") else 1 if device is lowered("avx2") else 2
