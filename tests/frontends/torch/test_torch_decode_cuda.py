@@ -112,7 +112,7 @@ def test_other_kinds_of_options(device: Interpreted) -> None:
     wanted = aule.decode_attention(q, k, v, context_lens=lens, scale=0.5, window=(9, 0), backend="numpy")
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
     assert device.prepared == 1
-    with pytest.raises(aule.InvalidShapeError, match=r"context_lens in 0\.\.40"):  # host arrays are looked into
+    with pytest.raises(aule.InvalidShapeError, match=r"context_lens from 0 to 40"):  # host arrays are looked into
         aule.decode_attention(q, k, v, context_lens=torch.tensor([41, 7]))
 
 
@@ -124,7 +124,7 @@ def test_indices_on_the_device_are_checked_on_request(device: Interpreted, monke
     for _ in range(2):
         right = aule.flash_attention_paged(q, pool, pool, table, integers(20, 9))
     monkeypatch.setenv("AULE_CHECK_INDICES", "1")
-    with pytest.raises(aule.InvalidShapeError, match=r"context_lens in 0\.\.40"):
+    with pytest.raises(aule.InvalidShapeError, match=r"context_lens from 0 to 40"):
         aule.decode_attention(q, keys, keys, context_lens=integers(99, 7))
     with pytest.raises(aule.InvalidArgumentError, match="block_tables of pages"):
         aule.flash_attention_paged(q, pool, pool, integers([0, 3], [2, 0]), integers(20, 9))
