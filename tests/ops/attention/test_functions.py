@@ -38,7 +38,7 @@ from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.scores.functions.evaluate import Evaluator
-from aule.ops.scores.functions.trace import load, trace
+from aule.ops.scores.functions.trace import Framework, load, trace
 from aule.target import Target
 from aule.tile.fragment.shape import FragmentShape
 from aule.tile.simt.shape import SimtShape
@@ -102,6 +102,9 @@ def dtype_of(x: np.ndarray) -> str:
     return view(x).dtype
 
 
+FRAMEWORK = Framework(dtype_of, lambda dtype: {})
+
+
 def case(
     kind: str, dtype: Any = np.float32, dim: int = 24, heads: tuple[int, int, int] = (B, H, HK), **options: Any
 ) -> Case:
@@ -111,12 +114,12 @@ def case(
     arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     problem, operands = attention_problem(**{n: view(x) for n, x in arrays.items()}, return_lse=True, **options)
     inputs = ("batch", "head", "query", "key")
-    bound, found = trace(masks()[kind], inputs, "f32", dtype_of, "mask_mod")
+    bound, found = trace(masks()[kind], inputs, "f32", FRAMEWORK, "mask_mod")
     captured = {f"keep{i}": x for i, x in enumerate(found)}
     if kind == "prefix":  # scores that may drop keys in tiles that the mask keeps, as far as a kernel can know
         slopes = Captured(rng.random(heads_q).astype(np.float32))
         alibi = trace(
-            lambda s, b, h, q, k: s - slopes[h] * abs(q - k), ("score", *inputs), "f32", dtype_of, "score_mod"
+            lambda s, b, h, q, k: s - slopes[h] * abs(q - k), ("score", *inputs), "f32", FRAMEWORK, "score_mod"
         )
         problem, captured["score0"] = replace(problem, score_mod=alibi[0]), slopes.array
     operands = replace(operands, captured={n: view(x) for n, x in captured.items()})
