@@ -161,7 +161,7 @@ AT = np.array([0, 3, 8], np.int32)
     [
         ({"q": Q[0]}, aule.InvalidShapeError, r"q of shape \[rows of all sequences, heads, head_dim\], got \[2, 16\]"),
         ({"cu_seqlens_q": AT.astype(np.float32)}, aule.InvalidDtypeError, "cu_seqlens_q as int32"),
-        ({"cu_seqlens_k": AT[None]}, aule.InvalidDtypeError, r"cu_seqlens_k as int32 \[batch \+ 1\], got i32 \[1, 3\]"),
+        ({"cu_seqlens_k": AT[None]}, aule.InvalidDtypeError, r"cu_seqlens_k as .* got int32 \[1, 3\]"),
         ({"cu_seqlens_q": AT[:0]}, aule.InvalidDtypeError, "cu_seqlens_q as int32"),
         ({"cu_seqlens_q": AT[[0, 2]]}, aule.InvalidShapeError, "as many sequences of keys as of queries, got 1"),
         ({"cu_seqlens_q": [0, 3, 7]}, aule.InvalidShapeError, "cu_seqlens_q to rise from 0 to 8"),
