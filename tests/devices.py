@@ -60,13 +60,15 @@ def need(name: str) -> Device:
 _PARTS = {"vulkan": 0, "opencl": 1, "webgpu": 2, "metal": 0}
 
 
-def spare(device: Device, number: int, parts: int = 3) -> None:
+def spare(device: Device, number: int, parts: int = 3, cpu_parts: int = 1) -> None:
     """Skip all but one case in ``parts`` on software devices, the shim, and a CPU with fewer features, since compiling
-    takes long. Each of these runs other cases; with three parts, three together run all. A GPU and the unrestricted CPU
-    run all cases, and so does every device with ``AULE_FULL_GRID=1``."""
+    takes long. Each of these runs other cases; with three parts, three together run all. The unrestricted CPU runs
+    one case in ``cpu_parts``. A GPU runs all cases, and so does every device with ``AULE_FULL_GRID=1``."""
     backend = device.target.backend
     if backend == "cpu":
-        mine = None if device is registry.find("cpu") else 1 if device is lowered("avx2") else 2
+        mine = 1 if device is lowered("avx2") else 2
+        if device is registry.find("cpu"):
+            mine, parts = 0, cpu_parts
     else:
         mine = _PARTS.get(backend) if device.target.software else None
     if mine is not None and number % parts != mine and os.environ.get("AULE_FULL_GRID") != "1":

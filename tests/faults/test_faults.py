@@ -188,7 +188,7 @@ def test_faults(driver: Driver, name: str, tmp_path: Path, monkeypatch: pytest.M
         assert len(points) >= least[group], f"{group}: only {points}"
         injected = tried = 0
         for turn, (kind, lasting) in enumerate(itertools.product(kinds, (False, True))):
-            for number in sampled(len(points), 4 if case.scenario.cold else 10, turn):
+            for number in sampled(len(points), 2 if case.scenario.cold else 6, turn):
                 case.inject(group, kind, number, lasting)
                 injected += bool(driver.injector.failed)
                 tried += 1
