@@ -54,7 +54,7 @@ def flex_attention(
     score_mod : callable, optional
         ``score_mod(score, b, h, q_idx, kv_idx) -> score``: called once with symbols, for one score. It may use
         arithmetic, comparisons, ``torch.where`` and the like (or NumPy's), and index captured tensors. Captured tensors
-        and numbers may change from call to call without a new kernel.
+        and numbers may change from call to call without a new kernel (0, 1 and powers of two as divisors excepted).
     block_mask : BlockMask, optional
         From `create_block_mask`, or PyTorch's own: keys that it drops are not attended to.
     scale : float, optional
@@ -125,7 +125,7 @@ def create_block_mask(
     BLOCK_SIZE: int | tuple[int, int] = 128,
     _compile: bool = False,
 ) -> BlockMask:
-    """Make a mask for `flex_attention` from a function, at once and without memory for its blocks.
+    """Make a mask for `flex_attention` from a function. Nothing is computed before the mask is used.
 
     Parameters
     ----------

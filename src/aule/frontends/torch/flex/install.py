@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from aule.engine.observe import called_by
 from aule.errors import AuleError
 from aule.frontends.torch.flex.entry import flex_attention as compute
 from aule.frontends.torch.route import home
+from aule.frontends.torch.sdpa.functions import replace_imports
 
 _NAME = "flex_attention"
 _made: dict[Any, Any] = {}
@@ -25,9 +24,7 @@ _made: dict[Any, Any] = {}
 
 def put(settings_now: Callable[[], tuple[bool, str | None]], count: Callable[[str | None], None]) -> None:
     """Replace PyTorch's function, in its module and where it was imported by its name."""
-    from torch.nn.attention import flex_attention as module
-
-    original = module.flex_attention
+    original = _module().flex_attention
     if original in _made.values():
         return
     ours = _made.get(original)
@@ -43,9 +40,16 @@ def take_out() -> None:
 
 
 def _exchange(old: Any, new: Any) -> None:
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and vars(module).get(_NAME) is old:
-            setattr(module, _NAME, new)
+    # Somebody may have replaced our function since; theirs stays, and ours passes every call on.
+    if _module().flex_attention is old:
+        _module().flex_attention = new
+    replace_imports(old, new, _NAME)
+
+
+def _module() -> Any:
+    from torch.nn.attention import flex_attention
+
+    return flex_attention
 
 
 def _replacement(

@@ -151,11 +151,11 @@ def set_function(function: Callable[..., Tensor]) -> None:
     functional.scaled_dot_product_attention = function
 
 
-def replace_imports(old: Callable[..., Tensor], new: Callable[..., Tensor]) -> None:
+def replace_imports(old: Callable[..., Any], new: Callable[..., Any], name: str = _NAME) -> None:
     """Replace a function in all modules but PyTorch's own that imported it by its name."""
     for module in _foreign_modules():
-        if vars(module).get(_NAME) is old:
-            vars(module)[_NAME] = new
+        if vars(module).get(name) is old:
+            vars(module)[name] = new
 
 
 def kept_references(function: Callable[..., Tensor]) -> list[str]:
