@@ -2,7 +2,7 @@
 
 Parameters are buffers and scalars, in one order. Two calling conventions pass them to a kernel:
 
-* *args* (PTX, OpenCL C): one kernel argument per parameter, in order.
+* *args* (PTX, HIP, OpenCL C): one kernel argument per parameter, in order.
 * *block* (SPIR-V, WGSL, MSL): buffers at bindings ``0, 1, ...`` in their own order, and one read-only block at the
   binding after them that holds all scalars in order at their natural alignment (`pack_scalars`). A kernel without
   scalars has no block.

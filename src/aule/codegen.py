@@ -13,13 +13,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from aule.artifact import Artifact
 from aule.backends import registry
 from aule.errors import InvalidArgumentError
 from aule.ir import KernelIR
+from aule.runtime import _hip_chips
 from aule.target import APPLE_LAYOUT, NVIDIA_LAYOUT, Target
 
-__all__ = ["TARGETS", "generate", "target_for"]
+__all__ = ["TARGETS", "generate", "target_for", "with_arch"]
 
 TARGETS: dict[str, Target] = {
     "ptx": Target(
@@ -29,6 +33,7 @@ TARGETS: dict[str, Target] = {
         device_fence=True, atomic_f32_add=True, matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32"),
         matrix_layout=NVIDIA_LAYOUT,
     ),
+    "hip": _hip_chips.chip(_hip_chips.DEFAULT),
     "spirv": Target(
         "vulkan", "generic Vulkan 1.2", subgroup_size=32, max_threads=256, max_shared_bytes=32768, f16=True,
         int64=True, storage16=True, storage8=True, device_fence=True, language_version=12,
@@ -53,20 +58,40 @@ TARGETS: dict[str, Target] = {
 """Default target of each language: what nearly every device of the kind can do."""
 
 
-def target_for(language: str) -> Target:
+def target_for(language: str, arch: str | None = None) -> Target:
     """Return the default target of a kernel language.
 
     Parameters
     ----------
-    language : {"ptx", "spirv", "opencl", "wgsl", "msl", "llvm"}
+    language : {"ptx", "hip", "spirv", "opencl", "wgsl", "msl", "llvm"}
         Or the name of a backend.
+    arch : str, optional
+        An instruction set: as ``sm_90`` for PTX, as ``gfx942`` for HIP.
 
     Returns
     -------
     Target
         What nearly every device of the kind can do.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The language has no such instruction set.
     """
-    return TARGETS[registry.by_language(language).language]
+    target = TARGETS[registry.by_language(language).language]
+    return target if arch is None else with_arch(target, arch)
+
+
+def with_arch(target: Target, arch: str) -> Target:
+    """Return a target for another instruction set of its kind; raises `InvalidArgumentError` if there is none."""
+    if target.backend == "cuda" and re.fullmatch(r"sm_\d{2,3}[af]?", str(arch)):
+        return replace(target, arch=arch)
+    if target.backend == "hip" and _hip_chips.known(str(arch)):
+        return _hip_chips.chip(arch)
+    raise InvalidArgumentError(
+        f"[codegen] expected an arch as sm_90 for ptx or gfx942 for hip, got {arch!r} for "
+        f"{registry.backend(target.backend).language}; change or leave it out"
+    )
 
 
 def generate(kernel: KernelIR, target: str | Target) -> Artifact:

@@ -76,6 +76,20 @@ RDNA3_LAYOUTS: dict[int, tuple[FragmentLayout, FragmentLayout, FragmentLayout]] 
 
 Every 16 lanes hold a full copy of a factor. Used when compiling without a device; real devices are probed instead."""
 
+RDNA4_LAYOUTS = (
+    FragmentLayout((0, 0, 0, 0, 8), (1, 2, 4, 8, 0), (1, 2, 4), (0, 0, 0)),
+    FragmentLayout((1, 2, 4, 8, 0), (0, 0, 0, 0, 8), (0, 0, 0), (1, 2, 4)),
+    FragmentLayout((0, 0, 0, 0, 8), (1, 2, 4, 8, 0), (1, 2, 4), (0, 0, 0)),
+)
+"""As `RDNA3_LAYOUTS`, for the v_wmma of RDNA 4 in waves of 32, whose factors have no copies."""
+
+CDNA_LAYOUTS = (
+    FragmentLayout((0, 0, 0, 0, 4, 8), (1, 2, 4, 8, 0, 0), (1, 2), (0, 0)),
+    FragmentLayout((1, 2, 4, 8, 0, 0), (0, 0, 0, 0, 4, 8), (0, 0), (1, 2)),
+    FragmentLayout((0, 0, 0, 0, 4, 8), (1, 2, 4, 8, 0, 0), (1, 2), (0, 0)),
+)
+"""The same for v_mfma_f32_16x16x16 (CDNA ISA guides)."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -85,7 +99,7 @@ class Target:
     """
 
     backend: str
-    """``cuda``, ``vulkan``, ``opencl``, ``webgpu``, ``metal``, ``cpu`` or ``numpy``."""
+    """``cuda``, ``hip``, ``vulkan``, ``opencl``, ``webgpu``, ``metal``, ``cpu`` or ``numpy``."""
     name: str = "generic"
     """Device name reported by the driver."""
     vendor: str = "unknown"
@@ -93,7 +107,7 @@ class Target:
     driver: str = ""
     """Version text reported by the driver; part of the cache key."""
     arch: str = ""
-    """Instruction set, if the language needs one (``sm_90`` for PTX, ``x86_64`` for LLVM); else empty."""
+    """Instruction set, if the language needs one (``sm_90`` for PTX, ``gfx942`` for HIP); else empty."""
     software: bool = False
     """True for a software rasteriser: never preferred over the CPU."""
     subgroup_size: int = 0
@@ -206,7 +220,7 @@ class Target:
         """Multiply-add is guaranteed to round once."""
         if self.host:
             return "fma" in self.extensions or self.arch == "aarch64"
-        return self.backend == "cuda" or self.vulkan_on_nvidia
+        return self.backend in ("cuda", "hip") or self.vulkan_on_nvidia
 
     @property
     def vector_registers(self) -> tuple[int, int]:

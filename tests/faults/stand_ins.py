@@ -21,13 +21,13 @@ from aule.runtime import _cuda_driver as cu
 
 _SOURCE = Path(__file__).parents[1] / "runtime" / "fake_libcuda.c"
 _CU_CODES = {"memory": 2, "lost": 700, "refused": 999}
-_CU_ENDS = {
-    "cuMemFree_v2": "cuMemAlloc_v2",
-    "cuStreamDestroy_v2": "cuStreamCreate",
-    "cuEventDestroy_v2": "cuEventCreate",
-    "cuModuleUnload": "cuModuleLoadDataEx",
-    "cuDevicePrimaryCtxRelease_v2": "cuDevicePrimaryCtxRetain",
-    "cuCtxPopCurrent_v2": "cuCtxPushCurrent_v2",
+_ENDS = {
+    "memory_free": "memory_allocate",
+    "stream_destroy": "stream_create",
+    "event_destroy": "event_create",
+    "module_unload": "module_load",
+    "context_release": "context_retain",
+    "context_pop": "context_push",
 }
 """What gives back what another call took. These never fail: nothing could be done about it."""
 _GPU_CODES = {"memory": 8, "lost": 11, "refused": 1}
@@ -64,19 +64,16 @@ class Cuda(Driver):
                 setattr(proxy, name, made)
                 return made
 
-        for place, name in (
-            ("launch_kernel", "cuLaunchKernel"), ("launch_kernel_ex", "cuLaunchKernelEx"),
-            ("get_current", "cuCtxGetCurrent"), ("func_load", "cuFuncLoad"),
-        ):  # fmt: skip
-            setattr(driver, place, self._wrapped(name, getattr(driver, place)))
+        for place in ("launch_kernel", "launch_kernel_ex", "get_current", "func_load"):
+            setattr(driver, place, self._wrapped(place, getattr(driver, place)))
         driver.api = Proxy()  # type: ignore[assignment]
         patch.setattr(cu, "open_driver", lambda library: driver)
 
     def _wrapped(self, name: str, function: Any) -> Any:
-        ends, begins = _CU_ENDS.get(name), name in _CU_ENDS.values()
+        ends, begins = _ENDS.get(name), name in _ENDS.values()
 
         def call(*args: Any) -> int:
-            fallible = ends is None and not name.startswith("cuGetError")
+            fallible = ends is None and not name.startswith("error_")
             if fallible and self.injector.fails("driver", name):
                 return _CU_CODES[self.injector.kind]
             code = int(function(*args))
@@ -90,7 +87,7 @@ class Cuda(Driver):
 
     def renew(self) -> None:
         super().renew()
-        if "cuCtxPushCurrent_v2" in self.injector.failed:  # a context that cannot be entered keeps its contents
+        if "context_push" in self.injector.failed:  # a context that cannot be entered keeps its contents
             self.live.clear()
         assert not +self.live, f"not given back: {+self.live}"
 

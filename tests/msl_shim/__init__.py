@@ -53,6 +53,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="aule-msl-shim-")
     header = Path(folder.name) / "metal_stdlib"
     shutil.copy(_HERE / "metal_stdlib", header)
+    shutil.copy(_HERE.parent / "shim_fibers.h", folder.name)
     subprocess.run(["g++", *_FLAGS, "-x", "c++-header", header, "-o", f"{header}.gch"], check=True)
     return folder
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aule import settings
 from aule.artifact import Artifact, Param
 from aule.errors import (
     AuleError,
@@ -32,7 +33,7 @@ from aule.errors import (
     ShaderCompileError,
 )
 from aule.runtime import cuda
-from aule.runtime._cuda_pool import Block, Pool
+from aule.runtime._stream_pool import Block, Pool
 from aule.runtime.base import Allocation
 from aule.runtime.cuda import CudaDevice
 from aule.target import WARPGROUP_UNITS
@@ -165,6 +166,17 @@ class TestEnumeration:
         assert (hopper.overlap, hopper.max_cluster) == (True, 8)
         assert (turing.overlap, turing.max_cluster) == (False, 1)
         hash(hopper)
+
+    def test_used_as_an_older_one(self, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake.lib.fake_devices(2)
+        monkeypatch.setenv("AULE_CUDA_ARCH", "80")
+        hopper, turing = (d.target for d in cuda.devices(fake.path))
+        assert (hopper.arch, hopper.max_shared_bytes, hopper.max_cluster) == ("sm_80", 166912, 1)
+        assert "m16n8k16:bf16:f32" in hopper.matrix_units and not set(WARPGROUP_UNITS) & set(hopper.matrix_units)
+        assert turing.arch == "sm_75", "an older one stays what it is"
+        monkeypatch.setenv("AULE_CUDA_ARCH", "sm_80")
+        with pytest.raises(InvalidArgumentError, match=r"expected AULE_CUDA_ARCH to be one of 75, .*, got 'sm_80'"):
+            settings.cuda_arch()
 
     def test_no_device(self, fake: Fake) -> None:
         fake.lib.fake_devices(0)

@@ -56,7 +56,7 @@ def test_host_arrays_ask_slow_drivers_only_if_there_may_be_a_gpu(
     q = np.ones((1, 2, 40, 32), np.float32)
     np.testing.assert_array_equal(aule.flash_attention(q, q, q), q)
     slow = ["vulkan", "opencl", "webgpu"] if gpu else []
-    assert asked == ["cuda", "metal", *slow, "cpu"]
+    assert asked == ["cuda", "hip", "metal", *slow, "cpu"]
 
 
 def test_the_device_file_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -59,6 +59,7 @@ class Backend:
 
 BACKENDS: tuple[Backend, ...] = (
     Backend("cuda", "ptx", "aule.render.ptx", "aule.runtime.cuda"),
+    Backend("hip", "hip", "aule.render.hip", "aule.runtime.hip"),
     Backend("metal", "msl", "aule.render.msl", "aule.runtime.metal"),
     Backend("vulkan", "spirv", "aule.render.spirv", "aule.runtime.vulkan"),
     Backend("opencl", "opencl", "aule.render.opencl", "aule.runtime.opencl"),
@@ -74,9 +75,9 @@ NUMPY = "numpy"
 NAMES: tuple[str, ...] = (*(b.name for b in BACKENDS), NUMPY)
 
 _MEANT = {
-    "gpu": "name its backend: 'cuda' (NVIDIA), 'metal' (Apple), 'vulkan', 'opencl' or 'webgpu'",
+    "gpu": "name its backend: 'cuda' (NVIDIA), 'hip' (AMD), 'metal' (Apple), 'vulkan', 'opencl' or 'webgpu'",
     "auto best default any": "pass None for the best device",
-    "rocm hip amd": "AMD GPUs are served by 'vulkan' or 'opencl'",
+    "rocm amd": "AMD GPUs are served by 'hip' (ROCm), 'vulkan' or 'opencl'",
     "xpu sycl oneapi intel": "Intel GPUs are served by 'vulkan' or 'opencl'",
     "mps mlx apple": "Apple GPUs are served by 'metal'",
     "directml dml dx12 d3d12": "on Windows, GPUs are served by 'cuda' (NVIDIA), 'vulkan' or 'webgpu'",

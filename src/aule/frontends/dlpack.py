@@ -40,13 +40,19 @@ def flex_attention(
 
 
 def flash_attention_varlen(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
+    q: Any,
+    k: Any,
+    v: Any,
+    offsets: tuple[Any, Any],
+    longest: tuple[int | None, int | None],
+    options: AttentionOptions,
+    functions: numpy_front_end.VarlenFunctions = (None, None),
 ) -> Any:
     """Attention on packed batches of DLPack arrays; the result comes from the namespace of ``q``."""
     changed = _on_host(options, OP)
-    cu_q, cu_k = (host(x, "cu_seqlens", OP) if accepts(x) else x for x in (cu_q, cu_k))
-    given = (host(q, "q", OP), host(k, "k", OP), host(v, "v", OP), cu_q, cu_k, max_q, max_k)
-    return _back(numpy_front_end.flash_attention_varlen(*given, changed), q)
+    at_q, at_k = (host(x, "cu_seqlens", OP) if accepts(x) else x for x in offsets)
+    given = (host(q, "q", OP), host(k, "k", OP), host(v, "v", OP), (at_q, at_k), longest)
+    return _back(numpy_front_end.flash_attention_varlen(*given, changed, functions), q)
 
 
 def row_op(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
@@ -66,6 +72,8 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     _refuse_out(options.out, op)
     arrays = {name: host(array, name, op) for name, array in options.arrays().items()}
     arrays |= {name: host(x, name, op) if accepts(x) else x for name, x in options.indices().items()}
+    if options.tree_mask is not None:
+        arrays["tree_mask"] = host(options.tree_mask, "tree_mask", op)
     given = (host(q, "q", op), host(k, "k", op), host(v, "v", op))
     return _back(numpy_front_end.decode(*given, options._replace(**arrays)), q)
 

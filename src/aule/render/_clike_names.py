@@ -28,10 +28,10 @@ _RESERVED = frozenset(
 
 
 class Names:
-    """The identifiers of one kernel."""
+    """The identifiers of one kernel, other than those already ``taken``."""
 
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
+    def __init__(self, taken: frozenset[str] = frozenset()) -> None:
+        self._taken = set(taken)
         self._count = 0
 
     def new(self, hint: str = "") -> str:

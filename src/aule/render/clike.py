@@ -1,7 +1,7 @@
 """Base printer of the C-like languages: statements, expressions, names and inlining.
 
-`opencl`, `msl` and `wgsl` subclass it. Each value becomes a line ``const T v = ...;``, or is written inline if it is
-used once, in the same block, and can be moved freely.
+`opencl`, `msl`, `wgsl` and `hip` subclass it. Each value becomes a line ``const T v = ...;``, or is written inline if
+it is used once, in the same block, and can be moved freely.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Printer(ABC):
     type_names: ClassVar[dict[str, str]]
     functions: ClassVar[dict[str, str]]
     """Functions of the language by opcode (``exp2``, ``sqrt`` ...)."""
+    reserved: ClassVar[frozenset[str]] = frozenset()
+    """Further names that the printer uses."""
 
     def __init__(self, kernel: KernelIR, target: Target) -> None:
         self.kernel = kernel
@@ -66,7 +68,7 @@ class Printer(ABC):
         """Declarations of arrays at the top of the kernel."""
         self.lines: list[str] = []
         self._depth = 1
-        self._names = Names()
+        self._names = Names(self.reserved)
         self._text: dict[Value, Expr] = {}
         self._pending: dict[Value, frozenset[Value]] = {}
         self._users: dict[Value, list[Op]] = {}
@@ -271,7 +273,7 @@ class Printer(ABC):
             raise KernelError(
                 f"{self.kernel.name}: an intrinsic of {op.attrs['language']} in {self.language} ({op.where})"
             )
-        code, args = str(op.attrs["code"]), [_Named(self.operand(a), a.type) for a in op.args]
+        code, args = str(op.attrs["code"]), [_Named(self, self.operand(a), a.type) for a in op.args]
         if op.result is None:
             self.emit(code.format(None, *args))
             return
@@ -280,7 +282,7 @@ class Printer(ABC):
             # A plain assignment becomes the declaration of the value.
             self._define(op.result, Expr(code.removeprefix("{0} = ").removesuffix(";").format(None, *args)))
             return
-        result = _Named(self.name(op.result.hint), op.result.type)
+        result = _Named(self, self.name(op.result.hint), op.result.type)
         self.emit(self.declare(op.result.type, result.text, None, mutable=True))
         self.let(op.result, result.text)
         self.emit(code.format(result, *args))
@@ -404,7 +406,11 @@ class Printer(ABC):
 
     def extract(self, vector: Value, lane: int) -> Expr:
         """One lane of a vector."""
-        return Expr(f"{self.operand(vector)}{swizzle(vector.type, lane)}")
+        return Expr(f"{self.operand(vector)}{self.lane(vector.type, lane)}")
+
+    def lane(self, type_: Any, lane: int) -> str:
+        """The suffix that selects a lane of a vector."""
+        return swizzle(type_, lane)
 
     # -- language-specific -----------------------------------------------------------------------------------------
 
@@ -525,8 +531,8 @@ def decimal(number: float, type_: Scalar) -> str:
 class _Named:
     """An operand in the text of an intrinsic: ``{1}`` is the operand, ``{1[2]}`` its lane 2."""
 
-    def __init__(self, text: str, type_: Type) -> None:
-        self.text, self._type = text, type_
+    def __init__(self, printer: Printer, text: str, type_: Type) -> None:
+        self.text, self._type, self._printer = text, type_, printer
 
     def __str__(self) -> str:
         return self.text
@@ -535,4 +541,4 @@ class _Named:
         return self.text
 
     def __getitem__(self, lane: int) -> str:
-        return self.text + swizzle(self._type, lane)
+        return self.text + self._printer.lane(self._type, lane)

@@ -3,60 +3,54 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from aule.errors import AuleError, BackendUnavailableError, OutOfMemoryError
+from aule import settings
+from aule.errors import BackendUnavailableError
+from aule.runtime._stream_driver import DEV, INT, PTR, SIZE, UINT, Functions, StreamDriver, Table, load_library
 from aule.target import NVIDIA_LAYOUT, WARPGROUP_UNITS, Target
-
-INT, UINT, SIZE = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
-PTR = ctypes.c_void_p  # every pointer and every opaque handle
-DEV = ctypes.c_uint64  # CUdeviceptr
 
 # Entry points by their exported names. The header maps names such as cuMemAlloc to the _v2 symbols; the plain symbols
 # are the 32-bit API of CUDA 3.
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (UINT,),
-    "cuDriverGetVersion": (PTR,),
-    "cuGetErrorName": (INT, PTR),
-    "cuGetErrorString": (INT, PTR),
-    "cuDeviceGetCount": (PTR,),
-    "cuDeviceGet": (PTR, INT),
-    "cuDeviceGetName": (PTR, INT, INT),
-    "cuDeviceGetAttribute": (PTR, INT, INT),
-    "cuDeviceTotalMem_v2": (PTR, INT),
-    "cuDevicePrimaryCtxRetain": (PTR, INT),
-    "cuDevicePrimaryCtxRelease_v2": (INT,),
-    "cuCtxGetCurrent": (PTR,),
-    "cuCtxPushCurrent_v2": (PTR,),
-    "cuCtxPopCurrent_v2": (PTR,),
-    "cuCtxSynchronize": (),
-    "cuMemAlloc_v2": (PTR, SIZE),
-    "cuMemFree_v2": (DEV,),
-    "cuMemGetInfo_v2": (PTR, PTR),
-    "cuMemcpyHtoDAsync_v2": (DEV, PTR, SIZE, PTR),
-    "cuMemcpyDtoHAsync_v2": (PTR, DEV, SIZE, PTR),
-    "cuMemsetD32Async": (DEV, UINT, SIZE, PTR),
-    "cuStreamCreate": (PTR, UINT),
-    "cuStreamDestroy_v2": (PTR,),
-    "cuStreamSynchronize": (PTR,),
-    "cuStreamWaitEvent": (PTR, PTR, UINT),
-    "cuStreamIsCapturing": (PTR, PTR),
-    "cuStreamGetCaptureInfo_v2": (PTR, PTR, PTR, PTR, PTR, PTR),
-    "cuEventCreate": (PTR, UINT),
-    "cuEventDestroy_v2": (PTR,),
-    "cuEventRecord": (PTR, PTR),
-    "cuEventSynchronize": (PTR,),
-    "cuEventElapsedTime": (PTR, PTR, PTR),
-    "cuModuleLoadDataEx": (PTR, PTR, UINT, PTR, PTR),
-    "cuModuleUnload": (PTR,),
-    "cuModuleGetFunction": (PTR, PTR, ctypes.c_char_p),
-    "cuFuncGetAttribute": (PTR, INT, PTR),
-    "cuFuncSetAttribute": (PTR, INT, INT),
+_FUNCTIONS: Table = {
+    "context_retain": ("cuDevicePrimaryCtxRetain", PTR, INT),
+    "context_release": ("cuDevicePrimaryCtxRelease_v2", INT),
+    "context_push": ("cuCtxPushCurrent_v2", PTR),
+    "context_pop": ("cuCtxPopCurrent_v2", PTR),
+    "device_get": ("cuDeviceGet", PTR, INT),
+    "device_count": ("cuDeviceGetCount", PTR),
+    "device_name": ("cuDeviceGetName", PTR, INT, INT),
+    "device_attribute": ("cuDeviceGetAttribute", PTR, INT, INT),
+    "device_memory": ("cuDeviceTotalMem_v2", PTR, INT),
+    "error_name": ("cuGetErrorName", INT, PTR),
+    "error_text": ("cuGetErrorString", INT, PTR),
+    "init": ("cuInit", UINT),
+    "driver_version": ("cuDriverGetVersion", PTR),
+    "synchronize": ("cuCtxSynchronize",),
+    "memory_allocate": ("cuMemAlloc_v2", PTR, SIZE),
+    "memory_free": ("cuMemFree_v2", DEV),
+    "memory_info": ("cuMemGetInfo_v2", PTR, PTR),
+    "copy_to_device": ("cuMemcpyHtoDAsync_v2", DEV, PTR, SIZE, PTR),
+    "copy_to_host": ("cuMemcpyDtoHAsync_v2", PTR, DEV, SIZE, PTR),
+    "fill": ("cuMemsetD32Async", DEV, UINT, SIZE, PTR),
+    "stream_create": ("cuStreamCreate", PTR, UINT),
+    "stream_destroy": ("cuStreamDestroy_v2", PTR),
+    "stream_synchronize": ("cuStreamSynchronize", PTR),
+    "stream_wait": ("cuStreamWaitEvent", PTR, PTR, UINT),
+    "stream_is_capturing": ("cuStreamIsCapturing", PTR, PTR),
+    "stream_capture": ("cuStreamGetCaptureInfo_v2", PTR, PTR, PTR, PTR, PTR, PTR),
+    "event_create": ("cuEventCreate", PTR, UINT),
+    "event_destroy": ("cuEventDestroy_v2", PTR),
+    "event_record": ("cuEventRecord", PTR, PTR),
+    "event_synchronize": ("cuEventSynchronize", PTR),
+    "event_elapsed": ("cuEventElapsedTime", PTR, PTR, PTR),
+    "module_load": ("cuModuleLoadDataEx", PTR, PTR, UINT, PTR, PTR),
+    "module_unload": ("cuModuleUnload", PTR),
+    "module_function": ("cuModuleGetFunction", PTR, PTR, ctypes.c_char_p),
+    "function_attribute": ("cuFuncGetAttribute", PTR, INT, PTR),
+    "function_set_attribute": ("cuFuncSetAttribute", PTR, INT, INT),
 }
 
 # CUdevice_attribute
@@ -74,10 +68,6 @@ MAX_SHARED_PER_BLOCK_OPTIN = 97
 RESERVED_SHARED_PER_BLOCK = 111
 
 # CUfunction_attribute
-FUNC_MAX_THREADS = 0
-FUNC_STATIC_SHARED = 1
-FUNC_LOCAL = 3
-FUNC_REGISTERS = 4
 FUNC_MAX_DYNAMIC_SHARED = 8
 FUNC_CARVEOUT = 9
 
@@ -87,15 +77,10 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 # CUjit_option: info log, its size, error log, its size
 JIT_LOG_OPTIONS = (3, 4, 5, 6)
 
-STREAM_NON_BLOCKING = 1
-EVENT_DISABLE_TIMING = 2
-
 # CUresult
-INVALID_VALUE = 1
-OUT_OF_MEMORY = 2
-WRONG_CONTEXT = frozenset({201, 400})  # no context is current, or not the kernel's
+_WRONG_CONTEXT = frozenset({201, 400})  # no context is current, or not the kernel's
 # After these errors every call on the context fails with the same error (as CUDA documents), or the driver is gone.
-LOST = frozenset({3, 4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
+_LOST = frozenset({3, 4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -117,21 +102,27 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
-class Driver:
+class Driver(StreamDriver):
     """The loaded library. One per library name and process."""
 
+    backend = "cuda"
+    manual = "the CUDA driver API"
+    remedy = "check `nvidia-smi`"
+    lost = _LOST
+    wrong_context = _WRONG_CONTEXT
+
     def __init__(self, names: Sequence[str]) -> None:
-        self.forked = False
-        self.devices: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Objects whose ``after_fork()`` is called in a forked child."""
-        self.api = self._load(names)
+        library = load_library(names)
+        if isinstance(library, str):
+            raise BackendUnavailableError(
+                "cuda",
+                f"[cuda] expected the NVIDIA driver library, got {library}; install the NVIDIA driver "
+                "(the CUDA toolkit is not needed)",
+            )
         try:
-            for name, argtypes in _SIGNATURES.items():
-                getattr(self.api, name).argtypes = argtypes
-            # Separate function objects without argtypes: ctypes then passes ctypes objects through unchecked, which is
-            # faster on the hot path.
-            self.launch_kernel: Callable[..., int] = self.api["cuLaunchKernel"]
-            self.get_current: Callable[..., int] = self.api["cuCtxGetCurrent"]
+            self.api = Functions(library, _FUNCTIONS)
+            self.launch_kernel = library["cuLaunchKernel"]
+            self.get_current: Callable[..., int] = library["cuCtxGetCurrent"]
         except AttributeError as error:
             raise BackendUnavailableError(
                 "cuda",
@@ -139,8 +130,8 @@ class Driver:
                 "update the NVIDIA driver",
             ) from None
         # Exists since CUDA 12.4. Loads a kernel eagerly, so that its first launch can be captured into a graph.
-        self.func_load: Callable[..., int] | None = getattr(self.api, "cuFuncLoad", None)
-        code = self.api.cuInit(0)
+        self.func_load: Callable[..., int] | None = getattr(library, "cuFuncLoad", None)
+        code = self.api.init(0)
         if code:
             raise BackendUnavailableError(
                 "cuda",
@@ -148,65 +139,19 @@ class Driver:
                 "check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
             )
         number = INT()
-        self.api.cuDriverGetVersion(ctypes.byref(number))
+        self.api.driver_version(ctypes.byref(number))
         self.version = number.value
         # Launches that overlap the end of the previous one; CUDA graphs support them since 12.3.
         known = self.version >= _FIRST_WITH_OVERLAP
-        self.launch_kernel_ex: Callable[..., int] | None = self.api["cuLaunchKernelEx"] if known else None
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._after_fork)
-
-    @staticmethod
-    def _load(names: Sequence[str]) -> ctypes.CDLL:
-        reasons = []
-        for name in names:
-            try:
-                return ctypes.CDLL(name)
-            except OSError as error:
-                if "No such file" not in str(error):  # the library exists but does not load
-                    reasons.append(str(error))
-        found = "; ".join(reasons) or f"none of {', '.join(names)}"
-        raise BackendUnavailableError(
-            "cuda",
-            f"[cuda] expected the NVIDIA driver library, got {found}; install the NVIDIA driver "
-            "(the CUDA toolkit is not needed)",
-        )
-
-    def _after_fork(self) -> None:
-        self.forked = True
-        for device in list(self.devices):
-            device.after_fork()
+        self.launch_kernel_ex: Callable[..., int] | None = library["cuLaunchKernelEx"] if known else None
+        super().__init__()
 
     def describe(self, code: int) -> str:
-        """Return the driver's name and text for an error code."""
         name, text = ctypes.c_char_p(), ctypes.c_char_p()
-        if self.api.cuGetErrorName(code, ctypes.byref(name)) or name.value is None:
+        if self.api.error_name(code, ctypes.byref(name)) or name.value is None:
             return f"CUDA error {code}"
-        self.api.cuGetErrorString(code, ctypes.byref(text))
+        self.api.error_text(code, ctypes.byref(text))
         return f"{name.value.decode()} ({code}: {(text.value or b'').decode(errors='replace')})"
-
-    def attribute(self, device: int, attribute: int) -> int:
-        """Return a CUdevice_attribute; 0 if an old driver does not know it."""
-        value = INT()
-        code = self.api.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        if code not in (0, INVALID_VALUE):
-            raise self.probe_error(code, "an attribute of the device")
-        return 0 if code else value.value
-
-    def probe_error(self, code: int, expected: str) -> AuleError:
-        """Make the error for a question about devices that the driver does not answer."""
-        text = f"[cuda] expected {expected}, got {self.describe(code)}"
-        if code == OUT_OF_MEMORY:
-            return OutOfMemoryError(f"{text}; free some memory")
-        return BackendUnavailableError("cuda", f"{text}; check `nvidia-smi`")
-
-    def count(self) -> int:
-        """Return the number of devices."""
-        value = INT()
-        code = self.api.cuDeviceGetCount(ctypes.byref(value))
-        if code:
-            raise self.probe_error(code, "a count of devices")
-        return value.value
 
 
 _drivers: dict[str | None, Driver] = {}
@@ -229,12 +174,7 @@ def open_driver(library: str | None) -> Driver:
             else:
                 names = ["libcuda.so.1", "libcuda.so", "/usr/lib/wsl/lib/libcuda.so.1"]
             driver = _drivers[library] = Driver(names)
-    if driver.forked:
-        raise BackendUnavailableError(
-            "cuda",
-            "[cuda] expected a process that initialises CUDA itself, got one forked after CUDA was initialised; "
-            "start it with the multiprocessing method 'spawn' or 'forkserver'",
-        )
+    driver.refuse_fork()
     return driver
 
 
@@ -252,13 +192,15 @@ def read_target(driver: Driver, handle: int) -> Target:
     def attribute(number: int) -> int:
         return driver.attribute(handle, number)
 
-    name = ctypes.create_string_buffer(256)
-    memory = SIZE()
-    code = driver.api.cuDeviceGetName(name, len(name), handle)
-    code = code or driver.api.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
-    if code:
-        raise driver.probe_error(code, "the device's name and memory")
+    name, memory = driver.name_and_memory(handle)
     capability = attribute(CAPABILITY_MAJOR), attribute(CAPABILITY_MINOR)
+    shared = max(attribute(MAX_SHARED_PER_BLOCK_OPTIN), attribute(MAX_SHARED_PER_BLOCK))
+    shared_per_unit = attribute(MAX_SHARED_PER_SM)
+    limit = settings.cuda_arch()
+    if limit is not None and limit < capability:
+        capability = limit
+        less = shared - settings.CUDA_SHARED_BYTES[f"{limit[0]}{limit[1]}"]
+        shared, shared_per_unit = shared - less, shared_per_unit - less
     matrix_units: tuple[str, ...] = ()
     if capability >= (8, 0):
         matrix_units = ("m16n8k16:f16:f32", "m16n8k16:bf16:f32", "m16n8k8:tf32:f32")
@@ -268,22 +210,22 @@ def read_target(driver: Driver, handle: int) -> Target:
         matrix_units += WARPGROUP_UNITS
     return Target(
         backend="cuda",
-        name=name.value.decode(errors="replace"),
+        name=name,
         vendor="nvidia",
         driver=f"CUDA {driver.version // 1000}.{driver.version % 1000 // 10}",
         arch=f"sm_{capability[0]}{capability[1]}",
         subgroup_size=32,
         subgroup_sizes=(32,),
         max_threads=attribute(MAX_THREADS_PER_BLOCK),
-        max_shared_bytes=max(attribute(MAX_SHARED_PER_BLOCK_OPTIN), attribute(MAX_SHARED_PER_BLOCK)),
+        max_shared_bytes=shared,
         max_grid=(attribute(MAX_GRID_DIM_X), attribute(MAX_GRID_DIM_Y), attribute(MAX_GRID_DIM_Z)),
         max_buffers=512,  # kernel parameters may take 4 KiB, a pointer 8 bytes
-        max_buffer_bytes=memory.value,
+        max_buffer_bytes=memory,
         offset_alignment=1,  # a buffer is a plain pointer
-        memory_bytes=memory.value,
+        memory_bytes=memory,
         l2_bytes=attribute(L2_CACHE_SIZE),
         compute_units=attribute(MULTIPROCESSOR_COUNT),
-        shared_per_unit=attribute(MAX_SHARED_PER_SM),
+        shared_per_unit=shared_per_unit,
         registers_per_unit=attribute(MAX_REGISTERS_PER_SM),
         unified_memory=bool(attribute(INTEGRATED)),
         f16=capability >= (5, 3),

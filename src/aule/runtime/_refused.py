@@ -6,7 +6,7 @@ import hashlib
 
 from aule import store
 
-_SUFFIXES = {"ptx": "ptx", "spirv": "spv", "opencl": "cl", "wgsl": "wgsl", "msl": "metal", "llvm": "ll"}
+_SUFFIXES = {"ptx": "ptx", "hip": "hip", "spirv": "spv", "opencl": "cl", "wgsl": "wgsl", "msl": "metal", "llvm": "ll"}
 
 
 def save_refused(language: str, code: bytes) -> str | None:

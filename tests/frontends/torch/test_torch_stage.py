@@ -136,7 +136,7 @@ def test_install_passes_such_tensors_on() -> None:
 
 @pytest.mark.parametrize("cuda_build", [True, False])
 def test_routes(cuda_build: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_routes, "CUDA_BUILD", cuda_build)
+    monkeypatch.setattr(torch_routes.cuda, "BUILD", cuda_build)
     host, staged = torch_routes.HOST, torch_routes.STAGED
     assert ROUTE(Elsewhere("cpu"), None) is host
     assert ROUTE(Elsewhere("xpu"), None) is staged

@@ -111,12 +111,13 @@ class Planned(Route):
         bound = call.bind(self.view)
         starts = aligned(call.tensors | call.destinations)
         prepared = call.prepare(bound, device, self.memory(call, device), starts)
-        outputs = {output.name: i for i, output in enumerate(bound.outputs)}
+        made = (*bound.outputs, *call.further_outputs())
+        outputs = {output.name: i for i, output in enumerate(made)}
         launch = None if prepared.empty else prepared.bind((*call.tensors, *outputs))
         places = None if tuple(outputs) == call.results else [outputs.get(name) for name in call.results]
         check = call.contents_check(bound.problem)
         overlap = call.overlap(self.host_memory)
-        return Ready(launch, tuple(map(_laid_out, bound.outputs)), places, device, check, overlap)
+        return Ready(launch, tuple(map(_laid_out, made)), places, device, check, overlap)
 
 
 def _laid_out(output: Output) -> Output:

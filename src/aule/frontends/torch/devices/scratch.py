@@ -1,12 +1,12 @@
-"""Workspace and scratch of CUDA devices out of PyTorch's memory.
+"""Workspace and scratch of devices with streams out of PyTorch's memory.
 
 Launches find scratch zero and leave it zero. Calls on one stream run in order, so they share one allocation. Calls on
 two streams may run at the same time, so each stream has its own; streams are identified by their handles, as in
 PyTorch's allocator.
 
-A capture into a CUDA graph also has its own for each stream. It is allocated during the capture, so it lies in the
+A capture into a graph also has its own for each stream. It is allocated during the capture, so it lies in the
 graph's memory and the graph zeroes it. The graph can therefore run at the same time as calls on the captured stream and
-as other graphs; CUDA never runs a graph concurrently with itself. An allocation may be dropped at any time: PyTorch
+as other graphs; a graph never runs concurrently with itself. An allocation may be dropped at any time: PyTorch
 gives memory that a stream has used to the same stream only, after the work that used it.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aule.engine.signatures import Signatures
-from aule.runtime.cuda import CudaDevice
+from aule.runtime._stream_device import StreamDevice
 
 _LEAST = 1024
 
@@ -31,7 +31,7 @@ class StreamMemory:
 
     Parameters
     ----------
-    device : CudaDevice
+    device : StreamDevice
     home : torch.device
         PyTorch's name of the same device.
     """
@@ -39,7 +39,7 @@ class StreamMemory:
     raw = True
     has_scratch = True
 
-    def __init__(self, device: CudaDevice, home: torch.device) -> None:
+    def __init__(self, device: StreamDevice, home: torch.device) -> None:
         self._device, self._home = device, home
 
     def acquire(

@@ -1,18 +1,22 @@
-"""The primary context of a CUDA device and our own stream in it."""
+"""The context of a device with streams, and our own stream in it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from aule.errors import AuleError, BackendUnavailableError, DeviceLostError, LaunchError, OutOfMemoryError
-from aule.runtime import _cuda_driver as cu
+from aule.errors import AuleError, DeviceLostError, LaunchError, OutOfMemoryError
+from aule.runtime._stream_driver import EVENT_DISABLE_TIMING, OUT_OF_MEMORY, PTR, STREAM_NON_BLOCKING, StreamDriver
 
 
-class Context:
-    """A device's primary context, retained when first entered and released by `close`.
+class Context(ABC):
+    """A device's context, retained when first entered and released by `close`.
+
+    A child says what a context is: how to retain and release it, and how to make it current for a thread.
 
     Attributes
     ----------
@@ -25,7 +29,7 @@ class Context:
         Our own stream, and an event for ordering other streams.
     """
 
-    def __init__(self, driver: cu.Driver, device: int, name: str) -> None:
+    def __init__(self, driver: StreamDriver, device: int, name: str) -> None:
         self._driver, self._api, self._device, self._name = driver, driver.api, device, name
         self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)
@@ -33,17 +37,34 @@ class Context:
         self.refusal: Callable[[], AuleError] | None = None
         self.closed = False
         self._forked = False
-        self._handle = 0
-        self.stream = cu.PTR()
-        self.fence = cu.PTR()
-        self._get_current = driver.get_current
-        self._current = cu.PTR()
-        self._current_ref = ctypes.byref(self._current)
-
-    @property
-    def opened(self) -> bool:
+        self.opened = False
         """Whether the context has been entered and not been closed since."""
-        return self._handle != 0
+        self.stream = PTR()
+        self.fence = PTR()
+
+    @abstractmethod
+    def _retain(self) -> None:
+        """Create the context or share it with other users in this process."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Undo `_retain`. Errors are ignored."""
+
+    @abstractmethod
+    def _is_current(self) -> bool:
+        """Whether the context is current for this thread. The lock is held."""
+
+    @abstractmethod
+    def _switch(self) -> Any:
+        """Make the context current; return what `_switch_back` needs. The lock is held."""
+
+    @abstractmethod
+    def _switch_back(self, before: Any) -> None:
+        """Make the context current that was so before `_switch`. Errors are ignored."""
+
+    def bound(self, launch: Callable[..., int]) -> Callable[..., int]:
+        """Return what a prepared launch calls: the driver's function, unless that would use the wrong context."""
+        return launch
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
@@ -68,17 +89,19 @@ class Context:
 
     def failure(self, code: int, action: str) -> AuleError:
         """Make the error for a driver call's result code."""
-        text = self._driver.describe(code)
-        if code in cu.LOST:
+        backend, text = self._driver.backend, self._driver.describe(code)
+        if code in self._driver.lost:
             message = (
-                f"[cuda] {action}: expected a working context, got {text}, perhaps from an earlier launch; the context "
-                "is lost for the whole process, restart it"
+                f"[{backend}] {action}: expected a working context, got {text}, perhaps from an earlier launch; the "
+                "context is lost for the whole process, restart it"
             )
             self.refuse(lambda: DeviceLostError(message))
             return DeviceLostError(message)
-        if code == cu.OUT_OF_MEMORY:
-            return OutOfMemoryError(f"[cuda] {action}: expected enough device memory, got {text}; free some")
-        return LaunchError(f"[cuda] {action}: expected success, got {text}; see the CUDA driver API for the cause")
+        if code == OUT_OF_MEMORY:
+            return OutOfMemoryError(f"[{backend}] {action}: expected enough device memory, got {text}; free some")
+        return LaunchError(
+            f"[{backend}] {action}: expected success, got {text}; see {self._driver.manual} for the cause"
+        )
 
     def require(self, code: int, action: str) -> None:
         """Raise if a driver call's result code is an error."""
@@ -88,58 +111,37 @@ class Context:
     # -- making it current ---------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Retain the primary context and create our stream. The lock is held."""
-        if self._handle:
+        """Retain the context and create our stream. The lock is held."""
+        if self.opened:
             return
-        context = cu.PTR()
-        code = self._api.cuDevicePrimaryCtxRetain(ctypes.byref(context), self._device)
-        if code == cu.OUT_OF_MEMORY:
-            raise self.failure(code, "creating the context")
-        if code or context.value is None:
-            raise BackendUnavailableError(
-                "cuda",
-                f"[cuda] expected the primary context of {self._name}, got {self._driver.describe(code)}; "
-                "check that no other process holds the GPU exclusively",
-            )
-        self._handle = context.value
+        self._retain()
         try:
             with self.pushed():
                 self._make_stream()
         except AuleError:
-            self._handle = 0
-            self._api.cuDevicePrimaryCtxRelease_v2(self._device)
+            self._release()
             raise
+        self.opened = True
 
     def _make_stream(self) -> None:
-        stream, fence = cu.PTR(), cu.PTR()
-        code = self._api.cuStreamCreate(ctypes.byref(stream), cu.STREAM_NON_BLOCKING)
-        self.require(code, "creating a stream")
-        code = self._api.cuEventCreate(ctypes.byref(fence), cu.EVENT_DISABLE_TIMING)
+        stream, fence = PTR(), PTR()
+        self.require(self._api.stream_create(ctypes.byref(stream), STREAM_NON_BLOCKING), "creating a stream")
+        code = self._api.event_create(ctypes.byref(fence), EVENT_DISABLE_TIMING)
         if code:
-            self._api.cuStreamDestroy_v2(stream)
+            self._api.stream_destroy(stream)
             raise self.failure(code, "creating an event")
         self.stream, self.fence = stream, fence
 
-    def _push(self) -> bool:
-        """Make our context current; return False if it already was. The lock is held."""
-        self.require(self._get_current(self._current_ref), "asking for the current context")
-        if self._current.value == self._handle:
-            return False
-        self.require(self._api.cuCtxPushCurrent_v2(self._handle), "making the context current")
-        return True
-
-    def _pop(self) -> None:
-        self._api.cuCtxPopCurrent_v2(ctypes.byref(cu.PTR()))
-
     @contextlib.contextmanager
-    def pushed(self) -> Iterator[None]:
-        """Make our context current in a ``with`` block. The lock is held."""
-        pushed = self._push()
+    def pushed(self, always: bool = False) -> Iterator[None]:
+        """Make our context current in a ``with`` block, without asking if it is (``always``). The lock is held."""
+        switched = always or not self._is_current()
+        before = self._switch() if switched else None
         try:
             yield
         finally:
-            if pushed:
-                self._pop()
+            if switched:
+                self._switch_back(before)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -150,13 +152,14 @@ class Context:
         with self.lock:
             self.check()
             self._open()
-            pushed = self._push()
+            switched = not self._is_current()
+            before = self._switch() if switched else None
             self._active += 1
         try:
             yield
         finally:
-            if pushed:
-                self._pop()
+            if switched:
+                self._switch_back(before)
             with self.lock:
                 self._active -= 1
                 self._idle.notify_all()
@@ -172,14 +175,12 @@ class Context:
         self.refusal = refusal
         while self._active:
             self._idle.wait()
-        if self._handle and not self._forked:
+        if self.opened and not self._forked:
             # Errors are ignored: a lost context has already lost its contents.
-            api = self._api
-            if not api.cuCtxPushCurrent_v2(self._handle):
-                api.cuCtxSynchronize()
+            with contextlib.suppress(AuleError), self.pushed(always=True):
+                self._api.synchronize()
                 tear_down()
-                api.cuEventDestroy_v2(self.fence)
-                api.cuStreamDestroy_v2(self.stream)
-                self._pop()
-            api.cuDevicePrimaryCtxRelease_v2(self._device)
-        self._handle = 0
+                self._api.event_destroy(self.fence)
+                self._api.stream_destroy(self.stream)
+            self._release()
+        self.opened = False
