@@ -348,7 +348,7 @@ def _more_rows() -> Iterator[Problem]:
 
 # -- public kernel objects ---------------------------------------------------------------------------------------------
 
-LANGUAGES = ("ptx", "spirv", "opencl", "wgsl", "msl", "llvm")
+LANGUAGES = ("ptx", "hip", "spirv", "opencl", "wgsl", "msl", "llvm")
 
 OBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention-f32": ("AttentionKernel", {"seq_len": 512, "head_dim": 64}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from aule.runtime._hip_chips import chip
 from aule.target import APPLE_LAYOUT, NVIDIA_LAYOUT, RDNA3_LAYOUTS, WARPGROUP_UNITS, FragmentLayout, Target
 
 _WIDE_GRID = (2**31 - 1, 65535, 65535)
@@ -186,6 +187,8 @@ TARGETS: dict[str, Target] = {
     "rdna3-vulkan64": _rdna3(64),
     "rdna3-staged": _rdna3(64, staged=True),
     "rdna3-opencl": _RDNA3_OPENCL,
+    "rdna3-hip": replace(chip("gfx1100"), driver="HIP", memory_bytes=1 << 34, compute_units=48),
+    "mi300-hip": replace(chip("gfx942"), driver="HIP", memory_bytes=1 << 37, compute_units=304),
     "dg2-opencl": _DG2_OPENCL,
     "dg2-vulkan": _DG2_VULKAN,
     "apple-metal": _APPLE,

@@ -53,7 +53,10 @@ class AttentionOptions(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """Options of `aule.decode_attention` or, with block tables, `aule.flash_attention_paged`, as given by the user."""
+    """Options of `aule.decode_attention` or, with block tables, `aule.flash_attention_paged`, as given by the user.
+
+    With ``latent``, of `aule.mla_decode`: the values are the first columns of the keys.
+    """
 
     context_lens: Any = None
     block_tables: Any = None
@@ -71,15 +74,26 @@ class DecodeOptions(NamedTuple):
     return_lse: bool = False
     out: Any = None
     backend: str | None = None
+    score_mod: Any = None
+    mask_mod: Any = None
+    tree_mask: Any = None
+    latent: bool = False
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether functions of the user, or a tree mask, modify or drop scores."""
+        return self.score_mod is not None or self.mask_mod is not None or self.tree_mask is not None
 
     @property
     def op(self) -> str:
         """Name of the public function that was called, for error messages."""
+        if self.latent:
+            return "mla_decode"
         return "decode_attention" if self.block_tables is None else "flash_attention_paged"
 
     def plain(self) -> dict[str, Any]:
         """Options that are not arrays, named as in `decode_problem`."""
-        names = ("max_seqlen_q", "layout", "causal", "scale", "window", "softcap", "return_lse")
+        names = ("max_seqlen_q", "layout", "causal", "scale", "window", "softcap", "return_lse", "latent")
         return {name: getattr(self, name) for name in names}
 
     def indices(self) -> dict[str, Any]:

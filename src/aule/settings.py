@@ -14,6 +14,10 @@ _BACKEND, _NUM_THREADS, _CHECK_INDICES, _NVTX = (
 )
 
 
+CUDA_SHARED_BYTES = {"75": 65536, "80": 166912, "86": 101376, "89": 101376, "90": 232448}
+"""Shared memory that a workgroup may have, by compute capability."""
+
+
 def _missing(key: bytes | str) -> bool:
     """True if a variable is known to be unset.
 
@@ -96,6 +100,22 @@ def cpu_features() -> str:
             f"[settings] expected AULE_CPU_FEATURES to be native, avx2 or baseline, got {chosen!r}; change or unset it"
         )
     return chosen
+
+
+def cuda_arch() -> tuple[int, int] | None:
+    """``AULE_CUDA_ARCH``: compute capability up to which CUDA kernels use a newer GPU, such as ``80``; None if unset.
+
+    For trying on one machine what owners of older GPUs get.
+    """
+    chosen = os.environ.get("AULE_CUDA_ARCH")
+    if not chosen:
+        return None
+    if chosen not in CUDA_SHARED_BYTES:
+        known = ", ".join(CUDA_SHARED_BYTES)
+        raise InvalidArgumentError(
+            f"[settings] expected AULE_CUDA_ARCH to be one of {known}, got {chosen!r}; change or unset it"
+        )
+    return int(chosen[:-1]), int(chosen[-1])
 
 
 def num_threads() -> int | None:

@@ -136,7 +136,7 @@ def test_the_command(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: py
     text = capsys.readouterr().out
     assert "f32, head dimension 16, 64 keys" in text and "(the table)" in text
     assert text.count("FLOPS") == 2 and " 0.00 " not in text
-    assert cli.main(["tune", "--backend", "vulkan", "--head-dim", "300"]) == 2
+    assert cli.main(["tune", "--backend", "vulkan", "--head-dim", "600"]) == 2
     monkeypatch.setenv("AULE_DISK_CACHE", "0")
     assert cli.main(["tune", "--backend", "vulkan", *options]) == 2
     assert "AULE_DISK_CACHE=0" in capsys.readouterr().err

@@ -828,7 +828,7 @@ def test_every_operation_is_exercised(request: pytest.FixtureRequest) -> None:
     hoppers = {name for name, info in OPS.items() if info.category == "warpgroup"}
     assert set(OPS) - EXERCISED - hoppers == {
         "subgroup_barrier", "workgroup_any", "device_fence", "e4m3_halves", "prefetch", "store_streaming",
-        "load_streaming", "async_copy", "async_commit", "async_wait", "cluster_load", "cluster_post", "cluster_barrier",
-        "launch_next", "launch_await", "repeat",
+        "load_streaming", "async_copy", "async_copy_or_zero", "async_commit", "async_wait", "cluster_load",
+        "cluster_post", "cluster_barrier", "launch_next", "launch_await", "repeat",
     }  # fmt: skip
     assert set(SCALARS) == {"bool", *MEMORY}

@@ -740,6 +740,20 @@ def test_copies_are_there_after_the_wait_and_not_before() -> None:
         contains(report(b, [x, out]), "never written", read)
 
 
+def test_copies_of_what_does_not_exist_are_zeros() -> None:
+    b = Builder("zeros", workgroup=32)
+    source, out = b.buffer("source", f32), b.buffer("out", f32, "write")
+    tile = b.shared("tile", f32, 128)
+    t = b.thread_id() * 4
+    b.async_copy(tile, t, source, b.min(t, 76), 4, t < 80)
+    b.async_commit()
+    b.async_wait()
+    b.store(out, t, b.load(tile, t, 4))
+    x, out_array = np.arange(1, 81, dtype=np.float32), np.full(128, 7, np.float32)
+    passes(b, [x, out_array])
+    np.testing.assert_array_equal(out_array, np.pad(x, (0, 48)))
+
+
 def test_two_copies_to_one_place_do_not_meet() -> None:
     def kernel(wait: bool) -> tuple[Builder, str]:
         b = Builder("twice", workgroup=32)

@@ -218,6 +218,7 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("copy type", lambda k: k.b.async_copy(k.b.shared("w", i32, 64), 0, k.read, 0, 4), "memory of one element type"),
     ("copy size", lambda k: k.b.async_copy(k.tile, 0, k.read, 0, 2), "expected 16 bytes, got 2 elements of f32"),
     ("copy written", lambda k: k.b.async_copy(k.tile, 0, k.count, 0, 4), "a buffer that the kernel only reads"),
+    ("copy if", lambda k: k.b.async_copy(k.tile, 0, k.read, 0, 4, k.n), "a bool that says whether to copy"),
     ("copy index", lambda k: k.b.async_copy(k.tile, 0, k.read, k.x, 4), "expected an index of type"),
     ("await late", lambda k: k.b.launch_await(), "launch_await: expected the beginning of the kernel"),
     ("cluster space", lambda k: k.b.cluster_load(k.read, 0, k.n), "cluster_load: expected shared memory"),

@@ -323,6 +323,6 @@ def test_the_cases_use_every_operation() -> None:
     # device in two converts e4m3.
     hoppers = {name for name in OPS if name.startswith(("warpgroup", "mbarrier", "cluster", "launch"))}
     assert set(OPS) - used - hoppers == {
-        "intrinsic", "async_copy", "async_commit", "async_wait", "dot_pairs", "fragment_length", "device_fence",
-        "e4m3_halves", "repeat",
+        "intrinsic", "async_copy", "async_copy_or_zero", "async_commit", "async_wait", "dot_pairs", "fragment_length",
+        "device_fence", "e4m3_halves", "repeat",
     }  # fmt: skip

@@ -54,7 +54,7 @@ HOPPER = replace(target_for("ptx"), arch="sm_90", compute_units=132)
 def test_every_language(name: str) -> None:
     kernel = KERNELS[name]
     assert kernel.name == name
-    for language in ("ptx", "spirv", "opencl", "wgsl", "msl", "llvm"):
+    for language in ("ptx", "hip", "spirv", "opencl", "wgsl", "msl", "llvm"):
         artifact = kernel.artifact(language)
         names = [p.name for p in artifact.buffers]
         needed = set(kernel.operands())

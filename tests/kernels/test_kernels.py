@@ -172,7 +172,7 @@ def test_tiles_that_do_not_fit_a_target_are_refused_there() -> None:
     [
         (InvalidShapeError, {"seq_len": 0}),
         (InvalidShapeError, {"head_dim": 0}),
-        (InvalidShapeError, {"head_dim": 257}),
+        (InvalidShapeError, {"head_dim": 577}),
         (InvalidShapeError, {"num_heads": 6, "num_kv_heads": 4}),
         (InvalidShapeError, {"num_kv_heads": 0}),
         (InvalidShapeError, {"batch_size": 0}),
@@ -304,7 +304,7 @@ def test_a_decoding_kernel_decodes() -> None:
 
 def test_decoding_kernels_refuse() -> None:
     for change, error in (
-        ({"head_dim": 257}, InvalidShapeError),
+        ({"head_dim": 577}, InvalidShapeError),
         ({"max_seq_len": 0}, InvalidShapeError),
         ({"num_heads": 3, "num_kv_heads": 2}, InvalidShapeError),
         ({"dtype": "f64"}, InvalidDtypeError),

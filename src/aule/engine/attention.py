@@ -58,8 +58,10 @@ def forward_plan(
     if problem.dtype in ("f16", "bf16") or problem.precision is not None:
         find_layout(device)
     from aule.ops.attention.plan.forward import plan_forward  # imported late: a CPU's first call is to be quick
+    from aule.ops.decode.plan.few_rows import plan_few_rows
 
-    return plan_forward(problem, views, device.target, aligned_base)
+    few = plan_few_rows(problem, views, device.target, aligned_base)
+    return few or plan_forward(problem, views, device.target, aligned_base)
 
 
 def backward_plan(

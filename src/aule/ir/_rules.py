@@ -256,6 +256,7 @@ def _async_copy(v: Verifier, op: Op) -> None:
         v.fail(op, "a buffer that the kernel only reads", f"{op.args[2].hint}")
     if not is_int(op.attrs["lanes"], 1) or op.attrs["lanes"] * target.elem.bytes != _COPY_BYTES:
         v.fail(op, f"{_COPY_BYTES} bytes", f"{op.attrs['lanes']} elements of {target.elem}")
+    v.require(op, len(op.args) == 4 or op.args[4].type == bool_, "a bool that says whether to copy")
 
 
 def _launch_await(v: Verifier, op: Op) -> None:
@@ -420,7 +421,8 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "load_streaming": _load, "prefetch": _prefetch,
     "store": _store, "store_streaming": _store, "atomic": _atomic,
-    "async_copy": _async_copy, "cluster_load": _cluster_load, "cluster_post": _cluster_post,
+    "async_copy": _async_copy, "async_copy_or_zero": _async_copy,
+    "cluster_load": _cluster_load, "cluster_post": _cluster_post,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "repeat": _repeat, "if": _if,
     "sync": _form_only, "launch_await": _launch_await,

@@ -336,9 +336,15 @@ class Builder:
 
     # -- asynchronous copies and clusters --------------------------------------------------------------------------
 
-    def async_copy(self, shared: Value, to: Any, source: Value, index: Any, lanes: int) -> None:
-        """Start an asynchronous copy of 16 bytes from global to shared memory."""
-        self.emit("async_copy", (shared, self._index(to), source, self._index(index)), None, lanes=lanes)
+    def async_copy(
+        self, shared: Value, to: Any, source: Value, index: Any, lanes: int, exists: Value | None = None
+    ) -> None:
+        """Start an asynchronous copy of 16 bytes from global to shared memory; of zeros if they do not exist."""
+        args = (shared, self._index(to), source, self._index(index))
+        if exists is None:
+            self.emit("async_copy", args, None, lanes=lanes)
+        else:
+            self.emit("async_copy_or_zero", (*args, exists), None, lanes=lanes)
 
     def cluster_load(self, shared: Value, index: Any, number: Value, lanes: int = 1) -> Value:
         """Load from shared memory of the workgroup with this number in the cluster."""

@@ -192,6 +192,14 @@ OPS: dict[str, OpInfo] = {
         ("lanes",),
         result=False,
     ),
+    "async_copy_or_zero": OpInfo(
+        "memory",
+        5,
+        "as ``async_copy``, with a bool: where it is false, zeros are stored instead and nothing is read, though the "
+        "global index must be valid",
+        ("lanes",),
+        result=False,
+    ),
     "cluster_load": OpInfo(
         "memory",
         3,

@@ -108,8 +108,8 @@ def _line(op: Op, names: dict[Value, str]) -> str:
         return f"repeat until {', '.join(args)} {{"
     if op.opcode in _AT_INDEX and len(args) >= 2:
         args[:2] = [f"{args[0]}[{args[1]}]"]
-    if op.opcode == "async_copy" and len(args) == 4:
-        args = [f"{args[0]}[{args[1]}]", f"{args[2]}[{args[3]}]"]
+    if op.opcode.startswith("async_copy") and len(args) >= 4:
+        args[:4] = [f"{args[0]}[{args[1]}]", f"{args[2]}[{args[3]}]"]
     type_ = f" {op.result.type}" if op.result is not None else ""
     operands = f" {', '.join(args)}" if args else ""
     if op.opcode in ("var", "private") and op.result is not None:

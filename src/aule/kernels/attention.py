@@ -33,7 +33,7 @@ class AttentionKernel(EmittedKernel):
     seq_len : int
         Number of queries and of keys.
     head_dim : int
-        1 to 256.
+        1 to 576.
     num_heads, num_kv_heads, batch_size : int
         ``num_heads`` is a multiple of ``num_kv_heads``, which is ``num_heads`` by default.
     scale : float

@@ -34,7 +34,7 @@ class IncrementalAttentionKernel(EmittedKernel):
     max_seq_len : int
         Capacity of the cache in keys.
     head_dim : int
-        1 to 256.
+        1 to 576.
     num_heads, num_kv_heads : int
         ``num_heads`` is a multiple of ``num_kv_heads``, which is ``num_heads`` by default.
     scale : float

@@ -72,14 +72,16 @@ class EmittedKernel(ABC):
     def build(self, target: str | Target | None = None) -> KernelIR:
         """Trace the kernel for a device, a language, or the kernel's default target."""
 
-    def artifact(self, language: str, target: Target | None = None) -> Artifact:
+    def artifact(self, language: str, target: Target | None = None, *, arch: str | None = None) -> Artifact:
         """Render the kernel, with its parameters, workgroup and shared memory.
 
         Parameters
         ----------
-        language : {"ptx", "spirv", "opencl", "wgsl", "msl", "llvm"}
+        language : {"ptx", "hip", "spirv", "opencl", "wgsl", "msl", "llvm"}
         target : Target, optional
             A particular device; default: what nearly every device with this language can do.
+        arch : str, optional
+            Instead of a target, an instruction set: as ``sm_90`` for PTX, as ``gfx942`` for HIP.
 
         Returns
         -------
@@ -88,12 +90,14 @@ class EmittedKernel(ABC):
         Raises
         ------
         InvalidArgumentError
-            The target is not one of the language.
+            The target or ``arch`` is not one of the language, or both are given.
         BackendUnavailableError
             The language is unknown.
         """
         expected = registry.by_language(language)
-        resolved = target_for(language) if target is None else target
+        if target is not None and arch is not None:
+            raise InvalidArgumentError("[emit] expected a target or an arch, got both; leave one out")
+        resolved = target_for(language, arch) if target is None else target
         if resolved.backend != expected.name:
             raise InvalidArgumentError(
                 f"[emit] expected a {expected.name} target for {language}, got one of {resolved.backend}; "
@@ -101,14 +105,16 @@ class EmittedKernel(ABC):
             )
         return generate(self.build(resolved), resolved)
 
-    def emit(self, language: str, target: Target | None = None) -> str | bytes:
+    def emit(self, language: str, target: Target | None = None, *, arch: str | None = None) -> str | bytes:
         """Render the kernel's code.
 
         Parameters
         ----------
-        language : {"ptx", "spirv", "opencl", "wgsl", "msl", "llvm"}
+        language : {"ptx", "hip", "spirv", "opencl", "wgsl", "msl", "llvm"}
         target : Target, optional
             A particular device; default: what nearly every device with this language can do.
+        arch : str, optional
+            Instead of a target, an instruction set: as ``sm_90`` for PTX, as ``gfx942`` for HIP.
 
         Returns
         -------
@@ -118,16 +124,20 @@ class EmittedKernel(ABC):
         Raises
         ------
         InvalidArgumentError
-            The target is not one of the language.
+            The target or ``arch`` is not one of the language, or both are given.
         BackendUnavailableError
             The language is unknown.
         """
-        artifact = self.artifact(language, target)
+        artifact = self.artifact(language, target, arch=arch)
         return artifact.code if artifact.language == "spirv" else artifact.text
 
     def emit_ptx(self, target: Target | None = None) -> str:
         """Render PTX for NVIDIA's driver."""
         return self.artifact("ptx", target).text
+
+    def emit_hip(self, target: Target | None = None) -> str:
+        """Render HIP C++ for AMD GPUs."""
+        return self.artifact("hip", target).text
 
     def emit_spirv(self, target: Target | None = None) -> bytes:
         """Render a SPIR-V module for Vulkan."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from aule.ir.constants import COMPARE, computed, wrap
 from aule.ir.kernel import Op
 from aule.ir.types import SCALARS, Scalar, element, f32, lanes_of
+from aule.render._circular import COS, HALF_PI, SIN
 from aule.render._ptx_convert import extend_byte, from_f32, integer_type, split, to_f32
 from aule.render._ptx_emitter import Emitter, f32_text, move_type, refuse, register_class
 
@@ -176,25 +177,18 @@ def _shift(e: Emitter, opcode: str, elem: Scalar, x: str, count: str) -> str:
 
 # -- sine and cosine ---------------------------------------------------------------------------------------------------
 
-_HALF_PI = (1.5707963705062866, -4.371138828673793e-08, -1.7151245100058819e-15)
-"""pi/2 as the sum of three f32 numbers."""
-_SIN = (-0.16666655242443085, 0.008332202211022377, -0.0001951987942447886)
-"""sin(t) = t + t**3 p(t**2); least squares of the relative error on |t| <= pi/4."""
-_COS = (-0.5, 0.04166664555668831, -0.001388736185617745, 2.4437857064185664e-05)
-"""cos(t) = 1 + t**2 p(t**2)."""
-
 
 def _circular(e: Emitter, x: str, quarter: int) -> str:
     """sin(x + quarter * pi/2) by a polynomial: sin.approx is inaccurate away from 0."""
     scaled = e.emit("mul.rn.f32", "f", x, f32_text(0.6366197723675814))
     quarters = e.emit("cvt.rni.f32.f32", "f", scaled)
     t = x
-    for part in _HALF_PI:
+    for part in HALF_PI:
         t = e.emit("fma.rn.f32", "f", quarters, f32_text(-part), t)
     square = e.emit("mul.rn.f32", "f", t, t)
-    sine = _polynomial(e, square, _SIN)
+    sine = _polynomial(e, square, SIN)
     sine = e.emit("fma.rn.f32", "f", e.emit("mul.rn.f32", "f", t, square), sine, t)
-    cosine = e.emit("fma.rn.f32", "f", square, _polynomial(e, square, _COS), f32_text(1.0))
+    cosine = e.emit("fma.rn.f32", "f", square, _polynomial(e, square, COS), f32_text(1.0))
     quadrant = e.emit("cvt.rzi.s32.f32", "r", quarters)
     if quarter:
         quadrant = e.emit("add.s32", "r", quadrant, str(quarter))

@@ -244,14 +244,17 @@ def prefetch(e: Emitter, addresses: Addresses, op: Op) -> None:
 
 
 def async_copy(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """Emit ``cp.async`` of 16 bytes, which bypasses L1."""
+    """Emit ``cp.async`` of 16 bytes, which bypasses L1; of none of them, where they do not exist."""
     if e.arch.number < 80:
         raise refuse(op, "sm_80 or newer", e.arch.name, "load and store")
     to, to_offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
     base, offset = addresses.locate(addresses.memory(op.args[2]), op.args[3])
     source = addresses.memory(op.args[2])
     kind = f"cp.async.cg.shared.global{_HINT if source.evict_last else ''}"
-    e.line(f"{kind} {at(to, to_offset)}, {at(base, offset)}, 16{hint(e, source)};")
+    size = "16"
+    if len(op.args) > 4:
+        size += ", " + e.emit("selp.b32", "r", "16", "0", *e.registers(op.args[4]))
+    e.line(f"{kind} {at(to, to_offset)}, {at(base, offset)}, {size}{hint(e, source)};")
 
 
 def hint(e: Emitter, memory: Memory) -> str:

@@ -155,6 +155,7 @@ class _Body:
             "cluster_post": lambda op: _ptx_memory.cluster_post(e, self.addresses, op),
             "prefetch": lambda op: _ptx_memory.prefetch(e, self.addresses, op),
             "async_copy": lambda op: _ptx_memory.async_copy(e, self.addresses, op),
+            "async_copy_or_zero": lambda op: _ptx_memory.async_copy(e, self.addresses, op),
             "var": self._var,
             "get": self._get,
             "set": self._set,

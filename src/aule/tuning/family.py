@@ -30,6 +30,8 @@ def _own(target: Target) -> tuple[str, ...]:
         return (*_nvidia(target), "nvidia")
     if target.backend == "metal":
         return ("apple",)
+    if target.backend == "hip":
+        return ("hip-cdna" if target.arch.startswith("gfx9") else "hip-rdna",)
     if target.vendor in ("amd", "intel"):
         return (target.vendor,)
     return ("vulkan",) if target.backend == "vulkan" else ()

@@ -38,7 +38,7 @@ def gradients(device: Device, problem: AttentionProblem, operands: Operands, dou
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_grid(device: Device, case: grid.Case) -> None:
-    devices.spare(device, CASES.index(case), parts=20, cpu_parts=2)  # three kernels to compile for each
+    devices.spare(device, CASES.index(case), parts=40, cpu_parts=6)  # three kernels to compile for each
     judge(device, case)
 
 
@@ -47,7 +47,7 @@ def test_grid(device: Device, case: grid.Case) -> None:
 def test_grid_deterministic(name: str, case: grid.Case) -> None:
     """Where the kernel of dK and dV may add up dQ otherwise, another one computes it."""
     device = devices.need(name)
-    devices.spare(device, CASES.index(case), parts=40)
+    devices.spare(device, CASES.index(case), parts=80)
     judge(device, case, deterministic=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
+import rope_cases
 from op_plans import run_step, unwritten
 
 from aule import tuning
@@ -107,5 +108,21 @@ def test_tiles_of_the_table(shape: SimtShape) -> None:
     problem, operands = grid.case_problem(case, inputs)
     found, dout = run(problem, operands, inputs, shape)
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+WIDE = [r for r in RECORDS if r.when.get("head_dim")]
+
+
+@pytest.mark.parametrize("exactly", [False, True], ids=["sums", "deterministic"])
+@pytest.mark.parametrize("record", WIDE, ids=lambda r: f"{r.use['shape']['block_q']}-rows")
+def test_heads_above_256(record: tuning.Record, exactly: bool) -> None:
+    """Rotated rows are too wide to exchange their partners all at once."""
+    case = rope_cases.Case("f16", (576, 512), 64, (19, 33))
+    inputs = rope_cases.make_inputs(case)
+    problem, operands = rope_cases.case_problem(case, inputs, deterministic=exactly)
+    arrays = rope_cases.reference_arrays(inputs, operands)
+    found, dout = run(problem, operands, arrays, simt_shape(record.use))
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong

@@ -20,6 +20,7 @@ from aule.ir.verify import verify
 from aule.ops.attention.config import BackwardConfig
 from aule.ops.attention.fragment.backward import build_backward_fragment
 from aule.ops.attention.plan.backward import plan_backward
+from aule.ops.attention.plan.tiles_backward import choose_backward_warpgroups
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
@@ -56,6 +57,7 @@ LONG: list[tuple[FragmentShape, tuple[int, int], tuple[int, int], dict[str, Any]
     (COLUMNS, (128, 128), (1, 1), {"window": (40, 60)}),
     (COLUMNS, (72, 128), (1, 1), {}),
     (WIDE, (256, 128), (2, 1), {"causal": True}),
+    (WIDE, (136, 200), (1, 1), {}),
 ]
 
 
@@ -89,6 +91,36 @@ def test_without_sums(case: tuple[FragmentShape, tuple[int, int], tuple[int, int
     target = replace(interpreted(), matrix_layout=NVIDIA_LAYOUT)
     shapes = BACKWARD["two-stages"], shape
     found, dout = run(replace(problem, deterministic=True), operands, arrays, shapes, target=target)
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+CUT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "exactly": {"deterministic": True, "window": (200, 100)},
+    "mask": {"mask": True},
+}
+
+
+@pytest.mark.parametrize("options", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("dim", [64, 200])
+def test_blocks_that_several_workgroups_share(dim: int, options: dict[str, Any]) -> None:
+    """Few keys, many rows of three heads: each workgroup has a part of the rows, or of the heads."""
+    target = replace(interpreted(), matrix_layout=NVIDIA_LAYOUT, compute_units=16, device_fence=True)
+    shape = choose_backward_warpgroups(replace(device(), backend="cuda"), "f16", dim, dim)
+    assert shape is not None
+    rng = np.random.default_rng(1)
+    shapes = {"q": (1, 3, 400, dim), "k": (1, 1, 70, dim), "v": (1, 1, 70, dim)}
+    arrays = {name: rng.standard_normal(size).astype(np.float16) for name, size in shapes.items()}
+    if "mask" in options:
+        arrays["mask"] = rng.random((400, 70)) < 0.5
+        arrays["mask"][130:260] = False
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, **{k: v for k, v in options.items() if k != "mask"})
+    queries = BACKWARD["two-stages"] if problem.deterministic else None
+    found, dout = run(problem, operands, arrays, (queries, shape), target=target)
+    assert found["part"].any() and not found["tickets"].any()
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
 
@@ -148,6 +180,7 @@ def test_when_they_are_chosen() -> None:
     """Everything else keeps the kernels for fragments."""
     rotated, masked = plain(64, rope=Rope("f32", 64, False)), plain(64, mask="bool", bias="f32")
     plainly = plain(64), plain(128), plain(40, 24), plain(128, 64), plain(64, causal=True), plain(256)
+    plainly += plain(136), plain(192, 128), plain(248)
     exactly = plain(64, deterministic=True), plain(128, packed=(4096, 4096), causal=True)
     for problem in (*plainly, *exactly, rotated, masked):
         assert planned(problem, device()).build is build_backward_warpgroup, problem
@@ -155,7 +188,6 @@ def test_when_they_are_chosen() -> None:
         planned(plain(64), device("sm_100")),
         planned(plain(64), replace(device(), max_shared_bytes=100 << 10)),
         planned(plain(64, 128), device()),  # dQ has one panel of columns
-        planned(plain(192, 128), device()),  # and here three
         planned(plain(64), device(), odd=True),
     ]
     for step in others:

@@ -44,7 +44,7 @@ def target(subgroup_size: int) -> Target:
 
 
 def run(
-    problem: AttentionProblem, operands: Operands, shape: SimtShape | FragmentShape, device: Target, *,
+    problem: AttentionProblem, operands: Operands, shape: SimtShape | FragmentShape | None, device: Target, *,
     index64: bool = False, aligned: bool = True, tuned: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Forward pass on the interpreter, on copies packed as the engine packs them."""
@@ -62,7 +62,7 @@ def run(
             views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
             memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
     aligned_base = dict.fromkeys([*"qkvo", "mask"], aligned)
-    if tuned:  # as if `aule tune` had found the shape
+    if tuned and shape is not None:  # as if `aule tune` had found the shape
         op = SIMT if isinstance(shape, SimtShape) else FRAGMENT
         with tuning.trying(tuning.Record(op, {}, {"shape": asdict(shape), "accumulators": [1 << 20] * 3})):
             plan = plan_forward(problem, views, device, aligned_base)
@@ -95,6 +95,20 @@ def test_tiles_of_the_table(shape: SimtShape) -> None:
     inputs = grid.make_inputs(case, seed=4)
     problem, operands = grid.case_problem(case, inputs)
     out, lse = run(problem, operands, shape, target(32))
+    verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
+    assert verdict, verdict.message
+
+
+WIDE = [r for r in tuning.family_records("generic", SIMT) if r.when.get("head_dim")]
+
+
+@pytest.mark.parametrize("record", WIDE, ids=lambda r: f"{r.use['shape']['block_q']}-rows")
+def test_heads_above_256(record: tuning.Record) -> None:
+    """Columns of O are spread over the threads of a row; V passes a few rows at a time."""
+    case = next(c for c in grid.forward_grid("wide") if (c.head_dim, c.value_dim, c.seq_q) == (576, 512, 40))
+    inputs = grid.make_inputs(case, seed=4)
+    problem, operands = grid.case_problem(case, inputs)
+    out, lse = run(problem, operands, simt_shape(record.use), target(32 if record is not WIDE[-1] else 0))
     verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
     assert verdict, verdict.message
 

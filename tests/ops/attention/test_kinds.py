@@ -98,7 +98,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_kind(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices.spare(device, list(KINDS).index(name), parts=10)
+    devices.spare(device, list(KINDS).index(name), parts=20)
     kind = KINDS[name]
     if isinstance(kind, Kind):
         judge(kind, device, monkeypatch)

@@ -175,16 +175,16 @@ BAD: dict[str, tuple[type[AuleError], str, dict[str, Any]]] = {
     "no kv heads": (InvalidShapeError, "heads_kv 0", {"k": f32(2, 0, 7, 8), "v": f32(2, 0, 7, 8)}),
     "head_dim 0": (
         InvalidShapeError,
-        r"head_dim of q and k in 1\.\.256, got 0",
+        r"head_dim of q and k in 1\.\.576, got 0",
         {"q": f32(2, 4, 5, 0), "k": f32(2, 2, 7, 0)},
     ),
-    "head_dim 257": (
+    "head_dim 577": (
         InvalidShapeError,
-        r"head_dim of q and k in 1\.\.256, got 257",
-        {"q": f32(2, 4, 5, 257), "k": f32(2, 2, 7, 257)},
+        r"head_dim of q and k in 1\.\.576, got 577",
+        {"q": f32(2, 4, 5, 577), "k": f32(2, 2, 7, 577)},
     ),
-    "value_dim 0": (InvalidShapeError, r"head_dim of v in 1\.\.256, got 0", {"v": f32(2, 2, 7, 0)}),
-    "value_dim 257": (InvalidShapeError, r"head_dim of v in 1\.\.256, got 257", {"v": f32(2, 2, 7, 257)}),
+    "value_dim 0": (InvalidShapeError, r"head_dim of v in 1\.\.576, got 0", {"v": f32(2, 2, 7, 0)}),
+    "value_dim 577": (InvalidShapeError, r"head_dim of v in 1\.\.576, got 577", {"v": f32(2, 2, 7, 577)}),
     "integer q": (
         InvalidDtypeError,
         "expected q of float32, float16, bfloat16 or float64, got int32",

@@ -29,7 +29,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases(device: Device, case: varlen_cases.Case) -> None:
-    devices.spare(device, CASES.index(case), parts=5)
+    devices.spare(device, CASES.index(case), parts=10, cpu_parts=2)
     problem, operands = varlen_cases.problem_of(varlen_cases.make(case))
     out, lse = forward_on_host(problem, operands, device)
     assert lse is not None

@@ -28,7 +28,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases(device: Device, case: decode_cases.Case) -> None:
-    devices.spare(device, CASES.index(case), parts=5)
+    devices.spare(device, CASES.index(case), parts=10, cpu_parts=2)
     problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
     out, lse = decode_on_host("decode_attention", problem, operands, device)
     judged, expected = expect_decode(problem, operands)

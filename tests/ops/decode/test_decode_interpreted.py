@@ -98,6 +98,21 @@ def test_without_subgroups(case: decode_cases.Case) -> None:
     check(case, WGSL)
 
 
+@pytest.mark.parametrize("target", [PTX, NARROW, WGSL], ids=["subgroups", "narrow", "none"])
+def test_latent_keys_are_read_once(target: Target) -> None:
+    """The values are the first columns of the keys: the kernel never loads them."""
+    case = decode_cases.Case("latent", (20, 33, 0), 2, (4, 1), (576, 512), "f16", page=16)
+    given = decode_cases.make(case)
+    given["v"] = given["k"][..., :512]
+    problem, operands = decode_cases.problem_of(case, given | {"latent": True})
+    assert operands.v.storage.base is not None
+    judged, expected = expect_decode(problem, operands)
+    hidden = replace(operands, v=replace(operands.v, storage=np.full_like(operands.v.storage, np.nan)))
+    out, lse = run(problem, hidden, target, subgroups=1)
+    verdict = compare(judged, out, lse, expected)
+    assert verdict, verdict.message
+
+
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_long_indices(case: decode_cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aule.view.TensorView.last_index", property(lambda view: 1 << 32))

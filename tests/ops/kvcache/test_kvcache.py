@@ -41,7 +41,7 @@ def run(plan: Plan, device: Device, arrays: dict[str, np.ndarray], back: list[st
 
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_append(device: Device, case: cases.Case) -> None:
-    devices.spare(device, cases.CASES.index(case))
+    devices.spare(device, cases.CASES.index(case), parts=6)
     problem, views = cases.make(case)
     wanted = cases.expected(problem, views)
     written = [name for name in views if cases.written(name)]

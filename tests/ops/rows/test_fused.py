@@ -44,7 +44,7 @@ def check(case: fused_cases.Case, device: Device | None) -> None:
 
 @pytest.mark.parametrize("case", fused_cases.CASES, ids=str)
 def test_cases(device: Device, case: fused_cases.Case) -> None:
-    devices.spare(device, fused_cases.CASES.index(case), parts=5)
+    devices.spare(device, fused_cases.CASES.index(case), parts=10)
     check(case, device)
 
 

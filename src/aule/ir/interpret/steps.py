@@ -251,10 +251,14 @@ def _async_copy(m: Machine, op: Op) -> Step:
     target, source = m.memory[op.args[0]], m.memory[op.args[2]]
     lanes, registers, count = m.lanes, m.registers, op.attrs["lanes"]
     to, index = m.slot(op.args[1]), m.slot(op.args[3])
+    exists = m.slot(op.args[4]) if len(op.args) > 4 else None
 
     def step() -> None:
         active = lanes.active
         value = source.read(op, source.addresses(op, registers[index], active, count, count), active)
+        if exists is not None:
+            kept = registers[exists] if active is None else registers[exists].take(active)
+            value = np.where(kept, value, np.zeros((), value.dtype))
         address = target.addresses(op, registers[to], active, count, count)
         target.start_copy(op, address, active)
         m.copies[-1].append(lambda: target.finish_copy(op, address, value, active))
@@ -426,7 +430,8 @@ COMPILERS: dict[str, Compiler] = {
     "private": _private, "load": _load, "load_streaming": _load, "prefetch": nothing, "store": _store,
     "store_streaming": _store, "atomic": _atomic,
     "cluster_load": _cluster_load, "cluster_post": _cluster_post,
-    "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
+    "async_copy": _async_copy, "async_copy_or_zero": _async_copy,
+    "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _get, "set": _set, "loop": _loop, "repeat": _repeat, "if": _if,
     "intrinsic": _intrinsic, "comment": nothing,
 }  # fmt: skip

@@ -10,8 +10,8 @@ from aule.ops.attention.problem import FAR
 from aule.ops.shared.checks import FLOAT_DTYPES, FLOATS
 from aule.view import TensorView, restride
 
-MAX_HEAD_DIM = 256
-"""Largest query and value head dimension."""
+MAX_HEAD_DIM = 576
+"""Largest head dimension of queries and keys, and of values."""
 
 _LAYOUTS = {2: "[seq, head_dim]", 3: "[heads, seq, head_dim]", 4: "[batch, heads, seq, head_dim]"}
 _AXES = ("batch", "heads", "seq", "head_dim")

@@ -116,15 +116,15 @@ class FragmentBackwardConfig(GpuConfig):
         As in `BackwardConfig`.
     folded : bool
         As in `FragmentConfig`.
-    last_wave : bool
-        Several workgroups share each of the last blocks of keys (`SplitLastWave` of `plan/split.py`).
+    shared_blocks : bool
+        Several workgroups share each of the last blocks of keys, or of all (`SplitLastWave` of `plan/split.py`).
     """
 
     of: Literal["queries", "keys"]
     shape: FragmentShape
     sums: bool = False
     folded: bool = False
-    last_wave: bool = False
+    shared_blocks: bool = False
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     lse : ndarray or None
         ``[batch, heads_q, seq_q]`` for the log-sum-exp, float32 or float64, likewise.
     first_batch : int
-        The number that dropout gives to the first batch.
+        The number that dropout and functions give to the first batch.
     """
     out = _lift(out.view(np.uint16) if problem.dtype == "bf16" else out, 4)
     lse = None if lse is None else _lift(lse, 3)
@@ -182,7 +182,13 @@ class _Forward:
     def _places(self, b: slice, h: slice, rows: slice, keys: slice) -> dict[str, Array]:
         """Batch, head, query and key of a tile's scores, for the user's functions."""
         batches, heads, members, queries, columns = np.ogrid[b, h, : self.problem.group, rows, keys]
-        return {"batch": batches, "head": heads * self.problem.group + members, "query": queries, "key": columns}
+        return {
+            "batch": batches + self.first_batch,
+            "head": heads * self.problem.group + members,
+            "query": queries,
+            "position": queries + self.problem.shift,
+            "key": columns,
+        }
 
     def _product(self, s: Array, v: Array, keep: Array | None, count: int) -> Array:
         part = self.partial[: s.size // s.shape[-1] * v.shape[-1]].reshape(*s.shape[:-1], v.shape[-1])
@@ -206,7 +212,7 @@ class _Forward:
         assert self.seed is not None
         batches, heads, members = np.ogrid[b, h, : p.group]
         numbers = (batches + self.first_batch) * p.heads_q + heads * p.group + members
-        weights *= kept(p.dropout_p, self.seed, numbers, rows, keys)
+        weights *= kept(p.dropout_p, self.seed, *p.dropout_places(numbers, rows, keys))
         weights *= self.work(keep_scale(p.dropout_p))
 
     def _modifiers(self, b: slice, h: slice, rows: slice, keys: slice) -> tuple[Array | None, list[Array]]:

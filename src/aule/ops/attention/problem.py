@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from aule.ops.rope.tables import Rope
 from aule.ops.scores.functions.program import BoundFunction
@@ -12,6 +12,24 @@ UNBOUNDED = -1
 """A window side without a limit."""
 FAR = 1 << 30
 """Farther than any sequence is long; sums with positions fit 32 bits."""
+
+
+class Origin(NamedTuple):
+    """Where a problem begins within a larger one of which it computes a part (`aule.distributed`).
+
+    Attributes
+    ----------
+    shift : int
+        Key position of query row 0, counted from key 0 of the part.
+    row, key, head : int
+        Query row 0, key 0 and head 0 of the part, as dropout numbers them in the larger problem. ``key`` is a multiple
+        of 8, the keys that dropout draws for at a time; ``head`` counts ``batch * heads_q + head``.
+    """
+
+    shift: int
+    row: int = 0
+    key: int = 0
+    head: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,11 +85,20 @@ class AttentionProblem:
     """Query rows and keys of all sequences, if they are packed (`varlen.py`). ``batch`` then counts sequences, and
     ``seq_q`` and ``seq_kv`` are the longest lengths; the offsets of all are operands."""
     rope: Rope | None = None
+    origin: Origin | None = None
+    """Set if this is a part of a larger problem; its ``shift`` then replaces that of ``causal_align``."""
 
     @property
     def shift(self) -> int:
         """Key position of query row 0."""
+        if self.origin is not None:
+            return self.origin.shift
         return self.seq_kv - self.seq_q if self.causal_align == "bottom-right" else 0
+
+    def dropout_places(self, heads: Any, rows: slice, keys: slice) -> tuple[Any, slice, slice]:
+        """Heads (``batch * heads_q + head``), rows and keys of this problem as dropout numbers them."""
+        at = self.origin or Origin(0)
+        return heads + at.head, *(slice(x.start + y, x.stop + y) for x, y in ((rows, at.row), (keys, at.key)))
 
     @property
     def rope_starts(self) -> tuple[int, int]:

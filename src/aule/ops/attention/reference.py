@@ -313,6 +313,7 @@ class Functions:
     problem: AttentionProblem
     captured: Mapping[str, Array]
     where: tuple[int, int, slice]
+    first_batch: int = 0
 
     def _at(self, function: BoundFunction, name: str, **inputs: Any) -> Array:
         kinds = enumerate(function.program.arrays)
@@ -320,7 +321,8 @@ class Functions:
         arrays = [to_f64(x, dtype) if dtype == "bf16" else x for x, dtype in given]
         b, h, rows = self.where
         query, key = np.arange(rows.start, rows.stop)[:, None], np.arange(self.problem.seq_kv)[None]
-        found = Evaluator(function, arrays, exact=True)(batch=b, head=h, query=query, key=key, **inputs)
+        places = {"batch": b + self.first_batch, "head": h, "query": query, "position": query + self.problem.shift}
+        found = Evaluator(function, arrays, exact=True)(**places, key=key, **inputs)
         return np.broadcast_to(found, (rows.stop - rows.start, self.problem.seq_kv))
 
     def modified(self, s: Array) -> Array:
@@ -386,10 +388,10 @@ def head_rows(
                 if inputs.seed is None:
                     raise ValueError("[attention_reference] expected the words of a seed with dropout_p > 0, got None")
                 number = (first_batch + b) * p.heads_q + h
-                kept_weights = kept(p.dropout_p, inputs.seed, number, rows, slice(0, p.seq_kv))
+                kept_weights = kept(p.dropout_p, inputs.seed, *p.dropout_places(number, rows, slice(0, p.seq_kv)))
                 factor = np.where(kept_weights, keep_scale(p.dropout_p), 0.0)
             q64 = angles.rotate(to_f64(q[where], p.dtype), b, p.rope_starts[0] + start, rounded)
-            functions = Functions(p, inputs.captured, where)
+            functions = Functions(p, inputs.captured, where, first_batch)
             yield HeadRows(where, q64, k64, v64, keep & functions.keep(), tuple(terms), sink, factor, functions)
 
 

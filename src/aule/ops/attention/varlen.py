@@ -221,4 +221,5 @@ def expect_varlen_gradients(problem: AttentionProblem, operands: Operands, dout:
 
 def _arrays(operands: Operands) -> dict[str, Any]:
     names = ("q", "k", "v", "alibi", "sinks", "seed", "cos", "sin")
-    return {name: getattr(operands, name).storage for name in names if getattr(operands, name) is not None}
+    found = {name: getattr(operands, name).storage for name in names if getattr(operands, name) is not None}
+    return found | {"captured": {name: view.storage for name, view in operands.captured.items()}}

@@ -160,10 +160,23 @@ def piece_of(p: Parameters, task: Value) -> Piece:
     return Piece(b.select(split, first + place, task), place, zero, zero, part, parts)
 
 
-def share(piece: Piece, first: Value, last: Value) -> tuple[Value, Value]:
-    """A piece's share of the tiles of a block."""
-    tiles = last - first
-    return first + tiles * piece.part // piece.parts, first + tiles * (piece.part + 1) // piece.parts
+class Passes:
+    """A piece's share of a block's passes over some members: all passes are as long as ``each``, one after the other,
+    and divided evenly."""
+
+    def __init__(self, b: Builder, piece: Piece, members: Value, each: Value) -> None:
+        self.b, self.each, total = b, each, members * each
+        self.start, self.end = (total * (piece.part + i) // piece.parts for i in range(2))
+
+    def members(self) -> tuple[Value, Value]:
+        """The first member, and the one after the last."""
+        return self.start // self.each, (self.end + (self.each - 1)) // self.each
+
+    def tiles(self, member: Value, first: Value, last: Value) -> tuple[Value, Value]:
+        """The share of a member's tiles, which may be fewer than ``each``."""
+        begin, tiles = member * self.each, last - first
+        low, high = self.b.max(self.start - begin, 0), self.b.min(self.end - begin, self.each)
+        return first + tiles * low // self.each, first + tiles * high // self.each
 
 
 def combine_tiles(

@@ -209,9 +209,16 @@ class CacheConfig(ScoreConfig, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(CacheConfig):
-    """The simt kernel."""
+    """The simt kernel.
+
+    Attributes
+    ----------
+    latent : bool
+        The values are the first columns of the keys, which are read once.
+    """
 
     shape: DecodeShape
+    latent: bool = False
 
     @property
     def stored(self) -> str:

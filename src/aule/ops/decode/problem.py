@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.scores.functions.program import BoundFunction
 
 QUANTISED = ("i8", "e4m3")
 """Element types of caches with a scale for each token and head; e4m3 is fp8 without infinities."""
@@ -34,6 +35,10 @@ class DecodeProblem:
         Query rows of all sequences if they are packed.
     lens : bool
         The number of keys of each sequence is an operand.
+    latent : bool
+        The values are the first columns of the keys, in the same memory.
+    score_mod, mask_mod : BoundFunction or None
+        Functions of the user; the arrays that they captured are operands.
     """
 
     batch: int
@@ -56,6 +61,9 @@ class DecodeProblem:
     page: int = 0
     pages: int = 0
     total_q: int | None = None
+    latent: bool = False
+    score_mod: BoundFunction | None = None
+    mask_mod: BoundFunction | None = None
 
     @property
     def quantised(self) -> bool:
@@ -97,4 +105,6 @@ class DecodeProblem:
             alibi=self.alibi,
             sinks=self.sinks,
             return_lse=self.return_lse,
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
         )

@@ -112,10 +112,15 @@ def decode(problem: DecodeProblem, operands: DecodeOperands, out: Array, lse: Ar
             k, v = (dequantised(x, s, problem.cache, work) for x, s in zip((k, v), one.scales, strict=True))
         alone = problem.alone(q.shape[2], k.shape[2], dtype)
         given = Operands(
-            q=_view(dtype, q), k=_view(dtype, k), v=_view(dtype, v), alibi=_slopes(operands, one), sinks=operands.sinks
+            q=_view(dtype, q),
+            k=_view(dtype, k),
+            v=_view(dtype, v),
+            alibi=_slopes(operands, one),
+            sinks=operands.sinks,
+            captured=operands.captured,
         )
         found = out[one.where] if one.scales is None else np.zeros(alone.out_shape, work)
-        numpy_forward.forward(alone, given, found, None if lse is None else lse[one.where])
+        numpy_forward.forward(alone, given, found, None if lse is None else lse[one.where], one.number)
         if one.scales is not None:
             out[one.where] = stored(found, problem.dtype)
 
@@ -145,7 +150,6 @@ def expect_decode(problem: DecodeProblem, operands: DecodeOperands) -> tuple[Att
     out, lse = np.zeros(problem.out_shape), np.full(problem.out_shape[:3], -np.inf)
     half = problem.dtype in ("f16", "bf16")
     twin = np.zeros(problem.out_shape) if half else None
-    sinks = None if operands.sinks is None else operands.sinks.storage
     for one in sequences(problem, operands):
         q = to_f64(one.q, problem.dtype)
         if one.scales is None:
@@ -155,9 +159,14 @@ def expect_decode(problem: DecodeProblem, operands: DecodeOperands) -> tuple[Att
                 dequantised(x, s, problem.cache, np.float64) for x, s in zip((one.k, one.v), one.scales, strict=True)
             )
         slopes = _slopes(operands, one)
-        alibi = None if slopes is None else slopes.storage
+        extra: dict[str, Any] = {
+            "alibi": None if slopes is None else slopes.storage,
+            "sinks": None if operands.sinks is None else operands.sinks.storage,
+            "captured": {name: view.storage for name, view in operands.captured.items()},
+            "first_batch": one.number,
+        }
         alone = problem.alone(q.shape[2], k.shape[2])
-        out[one.where], lse[one.where] = attention_reference(alone, q, k, v, alibi=alibi, sinks=sinks)
+        out[one.where], lse[one.where] = attention_reference(alone, q, k, v, **extra)
         if twin is not None:
-            twin[one.where], _ = attention_twin(alone, q, k, v, alibi=alibi, sinks=sinks)
+            twin[one.where], _ = attention_twin(alone, q, k, v, **extra)
     return problem.alone(problem.seq_q, problem.seq_kv), Expected(out, lse, twin)

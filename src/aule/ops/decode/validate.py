@@ -5,8 +5,8 @@ This runs only on the first call of a signature and favours clear messages over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,8 @@ class DecodeOperands:
     form : {"rows", "token", "packed"}
         Axes of the caller's q: ``[batch, heads_q, seq_q, dim]``, ``[batch, heads_q, dim]`` or ``[total_q, heads_q,
         dim]``; results have the same form.
+    captured : mapping
+        Arrays that the user's functions captured, by buffer name.
     """
 
     q: TensorView
@@ -65,6 +67,7 @@ class DecodeOperands:
     alibi: TensorView | None = None
     sinks: TensorView | None = None
     form: str = "rows"
+    captured: Mapping[str, TensorView] = field(default_factory=dict)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -107,6 +110,7 @@ def decode_problem(
     alibi_slopes: TensorView | None = None,
     sinks: TensorView | None = None,
     return_lse: bool = False,
+    latent: bool = False,
 ) -> tuple[DecodeProblem, DecodeOperands]:
     """Check one call and bring its operands into normal form.
 
@@ -115,6 +119,8 @@ def decode_problem(
     op : str
         The public function that was called, for messages: `aule.flash_attention_paged` with ``block_tables``,
         otherwise `aule.decode_attention`. The other parameters are theirs, arrays as views.
+    latent : bool
+        ``v`` is the first columns of ``k``.
 
     Returns
     -------
@@ -192,6 +198,7 @@ def decode_problem(
         page=page,
         pages=pages,
         total_q=None if cu_seqlens_q is None else q4.shape[2],
+        latent=latent,
     )
     check_contents(op, problem, context_lens, block_tables)
     return problem, DecodeOperands(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, f32, i32, i64
 from aule.ops.decode.config import CacheConfig
 from aule.ops.scores import modifiers as mod
-from aule.ops.scores.band import Extent, Reach
+from aule.ops.scores.band import Extent, Reach, mask_function, score_function
 from aule.ops.scores.pages import Pages
 from aule.ops.scores.parameters import Parameters
 from aule.ops.softmax.online_softmax import Maximum, SoftmaxState
@@ -22,13 +23,14 @@ class QueryRow:
 
     batch: Value
     head: Value
+    token: Value
     position: Value
     modifiers: list[mod.Modifier]
     softmax: SoftmaxState
 
     def site(self, key: Value) -> mod.Site:
         """The place of the row's score with a key."""
-        return mod.Site(self.batch, self.head, self.position, key, self.position)
+        return mod.Site(self.batch, self.head, self.token, key, self.position)
 
 
 class WorkRange:
@@ -164,10 +166,12 @@ class WorkRange:
         token, head = self.own_query(row)
         m, l = b.var(b.const(LOWEST, f32), "m"), b.var(b.const(0.0, f32), "l")
         modifiers, position = self.modifiers(head), self.extent.shift + token
-        return QueryRow(self.batch, head, position, modifiers, SoftmaxState(Maximum(b), m, l))
+        return QueryRow(self.batch, head, token, position, modifiers, SoftmaxState(Maximum(b), m, l))
 
     def at_edge(self, key: Value) -> Value:
         """Whether some row may drop some of a subgroup's keys in the step that starts at ``key``."""
+        if self.config.everywhere:
+            return self.b.eq(key, key)
         return (key < self.full_first) | (key + self.config.shape.subgroup_step > self.full_end)
 
     def row_start(self, name: str, matrix: Matrix, token: Value, head: Value) -> Value:
@@ -212,4 +216,11 @@ class WorkRange:
         if config.alibi:
             slope = b.load(p.buffer("alibi", f32), p.strided("alibi", self.batch, head))
             found.append(mod.alibi(slope * LOG2E))
-        return [*found, mod.band(self.end, self.left, self.right)]
+        return [*found, *self._functions, mod.band(self.end, self.left, self.right)]
+
+    @cached_property
+    def _functions(self) -> list[mod.Modifier]:
+        """The user's functions, one for all rows, which share what they have in common."""
+        config = self.config
+        found = [] if config.score_function is None else [score_function(self.p)]
+        return found if config.mask_function is None else [*found, mask_function(self.p)]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.ir import Builder, Value
-from aule.ir.types import Vector, u16, u32, u64
+from aule.ir.types import Scalar, Vector, u16, u32, u64
 from aule.tile.common.random import MULTIPLIERS, ROUNDS, WEYL, philox
 from aule.tile.vector.engine import Vectors
 
@@ -87,17 +87,34 @@ def kept(p: float, seed: Words, heads: npt.ArrayLike, rows: slice, columns: slic
 
 
 class Dropout:
-    """Which weights a kernel keeps; ``seed`` is the buffer of the seed's two words, ``offset`` where it begins."""
+    """Which weights a kernel keeps.
 
-    def __init__(self, b: Builder, limit: Value, seed: Value, offset: Value) -> None:
-        self.b, self.limit = b, limit
+    Parameters
+    ----------
+    seed, offset : Value
+        The buffer of the seed's two words, and where it begins.
+    start : tuple, optional
+        Octet, row and head at which the kernel's problem begins, if it is a part of a larger one.
+    """
+
+    def __init__(
+        self, b: Builder, limit: Value, seed: Value, offset: Value, start: tuple[Value, ...] | None = None
+    ) -> None:
+        self.b, self.limit, self.start = b, limit, start
         self.key = (b.load(seed, offset), b.load(seed, offset + 1))
 
     def words(self, head: Value, row: Value, octet: Value) -> list[Value]:
         """The four words of the eight columns from ``8 * octet`` on, or of as many octets as a vector has lanes.
         ``head`` is ``batch * heads_q + head``."""
+        octet, row, head = (self.b.cast(x, u32) for x in (octet, row, head))
+        return self._draw(octet, row, head, u32)
+
+    def _draw(self, octet: Value, row: Value, head: Value, kind: Scalar) -> list[Value]:
+        """The words of counters that count from the start of the problem, in words of 32 or 64 bits."""
         b = self.b
-        return philox(b, (b.cast(octet, u32), b.cast(row, u32), b.cast(head, u32), b.const(0, u32)), self.key)
+        if self.start is not None:
+            octet, row, head = (x + b.cast(y, kind) for x, y in zip((octet, row, head), self.start, strict=True))
+        return philox(b, (octet, row, head, b.const(0, kind)), self.key)
 
     def kept(self, words: list[Value]) -> Value:
         """Whether the columns of `words` are kept, as a vector."""
@@ -143,7 +160,7 @@ class Dropout:
             parts = self.words(head, row, column >> 3)
         else:
             places = b.vector([b.const(i, u64) for i in range(octets)]) + b.cast(column >> 3, u64)
-            words = philox(b, (places, b.cast(row, u64), b.cast(head, u64), b.const(0, u64)), self.key)
+            words = self._draw(places, b.cast(row, u64), b.cast(head, u64), u64)
             # Interleave the low halves of two words, then pairs of them.
             low = [b.bitcast(word, Vector(u32, 2 * octets)) for word in words]
             alternating = tuple(i // 2 * 2 + 2 * octets * (i % 2) for i in range(2 * octets))

@@ -372,7 +372,7 @@ class Fragments(Components):
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def transfer(self, source: Matrix, rows: int, memory: Value, copies: bool = True) -> Transfer:
+    def transfer(self, source: Matrix, rows: int, memory: Value, copies: bool = True, width: int = 0) -> Transfer:
         """A transfer of ``rows`` rows of a matrix at a time into shared memory, by asynchronous copies if allowed and
-        supported."""
-        return Transfer(self, source, rows, memory, copies and self.copies)
+        supported. Rows have ``width`` columns there, or as many as fragments need."""
+        return Transfer(self, source, rows, memory, copies and self.copies, width)

@@ -7,18 +7,19 @@ from contextlib import nullcontext
 
 from aule.ir import Value
 from aule.ir.types import Vector, f32, i32, u32
-from aule.tile.common.matrix import Matrix, divmod_const, padded
-from aule.tile.fragment.arrangement import SIZE
+from aule.tile.common.matrix import Matrix, divmod_const
 from aule.tile.fragment.engine import Fragments, FragmentTile
 from aule.tile.fragment.shape import RUN
 from aule.tile.fragment.transfer import Transfer
 
 
-def transfer_of(engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool = True) -> Transfer:
+def transfer_of(
+    engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool = True, width: int = 0
+) -> Transfer:
     """A transfer as `Fragments.transfer`, which also rotates the rows if the matrix says so."""
     if source.rotary is None:
-        return engine.transfer(source, rows, memory, copies)
-    return RotatedTransfer(engine, source, rows, memory, copies and engine.copies)
+        return engine.transfer(source, rows, memory, copies, width)
+    return RotatedTransfer(engine, source, rows, memory, copies and engine.copies, width)
 
 
 class RotatedTransfer(Transfer):
@@ -28,12 +29,14 @@ class RotatedTransfer(Transfer):
     registers, and rows can be copied asynchronously.
     """
 
-    def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
+    def __init__(
+        self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool, width: int = 0
+    ) -> None:
         assert source.rotary is not None
         self.rotary = source.rotary
         paired = not self.rotary.interleaved
         # Runs of a row come in pairs; if their number is odd, the last is paired with padding.
-        super().__init__(engine, source, rows, memory, copies and not (paired and source.cols % (2 * RUN)))
+        super().__init__(engine, source, rows, memory, copies and not (paired and source.cols % (2 * RUN)), width)
         b, threads = self.b, engine.shape.threads
         self.first = b.var(b.const(0, i32), "first_row")
         if paired:
@@ -103,17 +106,18 @@ def rotated_back(
     out: Matrix,
     place: tuple[Value, Value, Value],
     row_of: Callable[[int], Value],
+    cols: int,
 ) -> list[list[Value]]:
     """This lane's elements of a result, by row and column, rotated back.
 
     ``place`` is the workgroup's first row of ``out``, the tile's first row among the workgroup's, and its first column;
-    ``row_of`` gives the tile's row that is this lane's first, second and so on. Partners that another lane holds pass
-    through shared memory, which nobody reads any more; an fp32 takes two elements of 16 bits.
+    ``row_of`` gives the tile's row that is this lane's first, second and so on; ``cols`` are the columns of all tiles.
+    Partners that another lane holds pass through shared memory, which nobody reads any more; an fp32 takes two elements
+    of 16 bits.
     """
     b, rotary, run = engine.b, out.rotary, engine.run
     assert rotary is not None
     row0, own_row, own_col = place
-    cols = padded(out.cols, SIZE)
     values = tile.values()
     rows = [own_row + row_of(r) for r in range(len(values))]
     columns = [own_col + tile.col(c) for c in range(len(values[0]))]
@@ -138,6 +142,6 @@ def rotated_back(
     return result
 
 
-def exchange_bytes(rows: int, head_dim: int) -> int:
+def exchange_bytes(rows: int, cols: int) -> int:
     """Bytes of shared memory that `rotated_back` needs for the rows of a workgroup."""
-    return 4 * rows * padded(head_dim, SIZE)
+    return 4 * rows * cols

@@ -128,16 +128,21 @@ class FragmentShape:
         room = self.tile_elements(head_dim, value_dim) - self.shared_elements(head_dim, value_dim)[0]
         return (room // self.block_q - RUN) // SIZE * SIZE
 
+    def result_columns(self, dim: int) -> int:
+        """Columns of a matrix in a backward kernel: as many for each of the subgroups that share rows, in fragments or,
+        for warpgroups that share rows, in panels."""
+        return padded(dim, self.columns * (PANEL if self.warpgroups and self.columns > 1 else SIZE))
+
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Elements of shared memory of a backward kernel: the rows that it owns and a tile of the others, of two
         matrices each; dS where it also sums dQ; and dS and P where subgroups share rows. Matrices that stay in
         registers pass through the others' memory, 16 columns at a time if need be. Warpgroups have dS twice: the next
         is written while products read the last."""
         if self.warpgroups:
-            widths = padded(head_dim, PANEL) + padded(value_dim, PANEL)
+            widths = sum(padded(self.result_columns(dim), PANEL) for dim in (head_dim, value_dim))
             tiles = 2 * self.block_q * padded(self.block_kv, PANEL)
             return (self.block_q + self.stages * self.block_kv) * widths + tiles
-        k_row, v_row = row_stride(head_dim), row_stride(value_dim)
+        k_row, v_row = (row_stride(self.result_columns(dim)) for dim in (head_dim, value_dim))
         tiles = 2 if self.columns > 1 else int(sums)
         rest = self.stages * self.block_kv * (k_row + v_row) + tiles * self.block_q * row_stride(self.block_kv)
         passing = max(rest, self.block_q * row_stride(SIZE))

@@ -27,7 +27,11 @@ class Transfer:
     together = 1
     """Runs of a thread that share a number."""
 
-    def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
+    def __init__(
+        self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool, width: int = 0
+    ) -> None:
+        # Columns in shared memory: the matrix's, and padding.
+        self.width = width or padded(source.cols, SIZE)
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
         # Rows that are rounded pass through registers.
         copied = copies and source.elem == engine.elem != f32
@@ -51,7 +55,7 @@ class Transfer:
     @property
     def stride(self) -> int:
         """Elements from one row to the next in shared memory."""
-        return row_stride(self.source.cols)
+        return row_stride(self.width)
 
     def address(self, row: Value, col: Value) -> Value:
         """Offset of a run of elements from the start of the rows."""
@@ -68,18 +72,18 @@ class Transfer:
     def clear_padding(self, target: Value, times: int) -> None:
         """Store zeros after the columns of ``times`` stages, which asynchronous copies do not write."""
         b, engine = self.b, self.engine
-        gap = padded(self.source.cols, SIZE) - self.cols
-        if gap == 0:
+        if self.width == self.cols:
             return
-        zero = b.splat(b.const(0, engine.elem), RUN)  # columns come in full runs, so the gap is one run
+        zero = b.splat(b.const(0, engine.elem), RUN)  # columns come in full runs
         with b.loop(0, -(-self.rows * times // engine.shape.threads), name="row") as i:
             row = engine.thread + i * engine.shape.threads
             with b.if_(row < self.rows * times):
-                b.store(self.memory, target + self.address(row, b.const(self.cols, i32)), zero)
+                for col in range(self.cols, self.width, RUN):
+                    b.store(self.memory, target + self.address(row, b.const(col, i32)), zero)
 
     def start(self, first: Value, target: Value, full: bool = False) -> None:
         """Fetch the rows from ``first`` on into memory from ``target`` on. With ``full`` all of them exist; otherwise
-        rows past the end are replaced by the last one."""
+        rows past the end are replaced by zeros, or by the last one if they wait in registers."""
         b, source = self.b, self.source
         # Rows have one stride and a thread's runs lie in one column: addresses are a start and constant steps.
         even = full and self.regular and source.even and source.aligned and source.col_stride is None
@@ -101,7 +105,8 @@ class Transfer:
                     self._keep(i, b.load(source.buffer, index, RUN))
                     return
                 to = own + i * self.step * self.stride if self.regular else target + self.address(row, col)
-                b.async_copy(self.memory, to, source.buffer, index, RUN)
+                exists = None if full or source.in_bounds else first + row < source.rows
+                b.async_copy(self.memory, to, source.buffer, index, RUN, exists)
 
             self._each(i, fetch)
         if self.direct:

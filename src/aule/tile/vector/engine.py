@@ -12,9 +12,9 @@ All memory indices are i64: 32-bit sums may wrap, so compilers could not fold th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from aule.ir import Builder, Value, Var
@@ -25,6 +25,8 @@ from aule.tile.common.matrix import Matrix, binary_runs
 
 CACHE_LINE = 64
 """Bytes. On CPUs with longer lines some are prefetched twice, which costs little."""
+_UNROLLED_COLUMNS = 256
+"""Columns of a result up to which the code of each piece is written out."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,19 @@ class Vectors:
                 starts = [*range(0, vectors - 1, alone_width), vectors - 1]
                 return alone_rows, [(at, widths[at:end]) for at, end in pairwise([*starts, vectors])]
         return piece_rows, [(at, widths[at : at + width]) for at in range(0, vectors, width)]
+
+    def each_piece(self, pieces: list[tuple[int, list[int]]]) -> Iterator[tuple[Value | int, list[int]]]:
+        """First column and vectors of each of the pieces of `pieces`: written out, or in a loop if the result is wide,
+        so that compiling it does not take seconds."""
+        if sum(len(widths) for _, widths in pieces) * self.lanes <= _UNROLLED_COLUMNS:
+            yield from ((first * self.lanes, widths) for first, widths in pieces)
+            return
+        alike = pieces[0][1]
+        count = len(list(takewhile(lambda piece: piece[1] == alike, pieces)))
+        step = len(alike) * self.lanes
+        with self.b.loop(self.b.const(0, i64), count * step, step, name="column") as column:
+            yield column, alike
+        yield from ((first * self.lanes, widths) for first, widths in pieces[count:])
 
     def accumulators(self, rows: int, vectors: int | Sequence[int]) -> list[list[Var]]:
         """Zeroed registers for ``rows`` × ``vectors`` of a result; ``vectors`` is a count, or the lanes of each."""

@@ -93,9 +93,9 @@ class Warpgroups(Fragments):
         # The shuffle tells the compiler that all lanes have the same value.
         self.group = b.shuffle(self.subgroup >> 2, b.const(0, i32))
 
-    def panels(self, source: Matrix, rows: int, memory: Value) -> PanelTransfer:
-        """A transfer of ``rows`` rows of a matrix at a time into panels."""
-        return PanelTransfer(self, source, rows, memory, self.copies)
+    def panels(self, source: Matrix, rows: int, memory: Value, width: int = 0) -> PanelTransfer:
+        """A transfer of ``rows`` rows of a matrix at a time into panels, with padding up to ``width`` columns."""
+        return PanelTransfer(self, source, rows, memory, self.copies, width)
 
     def start_product(
         self,
@@ -139,9 +139,11 @@ class Warpgroups(Fragments):
 class PanelTransfer(Transfer):
     """A transfer into panels. After ``finish``, ``warpgroup_publish`` and a barrier show the rows to products."""
 
-    def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
-        self.shape = PanelShape(rows, source.cols)
-        super().__init__(engine, source, rows, memory, copies)
+    def __init__(
+        self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool, width: int = 0
+    ) -> None:
+        self.shape = PanelShape(rows, max(source.cols, width))
+        super().__init__(engine, source, rows, memory, copies, width)
         # The order of runs within rows must be the same for all runs of a thread.
         self.regular = self.regular and self.step % 8 == 0
 

@@ -134,14 +134,14 @@ class _Backward:
             starts = [self.task.dq_row(rows.head, query_row) for query_row in query_rows]
             stride = shape.block_kv // step
             ds = Operand(self.task.ds_rows, engine.index(r if config.pairs else row + r) * stride, stride, 1)
-            for first, widths in pieces:
+            for col, widths in engine.each_piece(pieces):
                 c = engine.accumulators(piece, widths)
-                k = Operand(keys.rows.pointer, keys.rows.base + first * shape.lanes, 0, keys.rows.step)
+                k = Operand(keys.rows.pointer, keys.rows.base + col, 0, keys.rows.step)
                 engine.multiply_guarded(c, ds, k, begin, end, keys.nonfinite)
                 for i, (start, variables) in enumerate(zip(starts, c, strict=True)):
                     with b.if_(row + r + i < count):
                         for j, (variable, lanes) in enumerate(zip(variables, widths, strict=True)):
-                            at = start + (first + j) * shape.lanes
+                            at = start + (col + j * shape.lanes)
                             old = b.load(self.task.dq_parts, at, lanes, align=1)
                             b.store(self.task.dq_parts, at, old + variable.value, align=1)
 
@@ -164,12 +164,12 @@ class _Backward:
                 begin = engine.index(begin if config.step == 1 else begin // config.step)
                 stop = self.task.steps(b.min(end - rows.row0, rows.count) if self.classes is None else end)
                 at = engine.index(key)
-                for start, widths in pieces:
+                for col, widths in engine.each_piece(pieces):
                     span = range(len(widths))
-                    places = [[at * cols + (i * cols + (start + j) * shape.lanes) for j in span] for i in range(piece)]
+                    places = [[at * cols + (col + (i * cols + j * shape.lanes)) for j in span] for i in range(piece)]
                     c = [[b.var(b.load(target, row[j], widths[j])) for j in span] for row in places]
                     a = Operand(left, at, 1, shape.block_kv)
-                    x = Operand(right, b.const(start * shape.lanes, i64), 0, cols)
+                    x = Operand(right, b.coerce(col, i64), 0, cols)
                     engine.multiply(c, a, x, begin, stop)
                     for row, variables in zip(places, c, strict=True):
                         for place, variable in zip(row, variables, strict=True):

@@ -404,8 +404,8 @@ class Forward:
         step = self.config.step
         begin, end = engine.index(low if step == 1 else low // step), self._steps(high)
         with b.loop(b.const(0, i64), shape.rows, rows, name="r") as r:
-            for first, widths in pieces:
-                at = (engine.index(row) + r) * self.padded + first * shape.lanes
+            for col, widths in engine.each_piece(pieces):
+                at = (engine.index(row) + r) * self.padded + col
                 c = []
                 for i in range(rows):
                     places = [at + (i * self.padded + j * shape.lanes) for j in range(len(widths))]
@@ -416,7 +416,7 @@ class Forward:
                     c.append([b.var(old) for old in olds])
                 p_start = (self._score_row(row) + r) * (shape.block_kv // step)
                 p = Operand(self.weights, p_start, shape.block_kv // step, 1)
-                v = replace(values, base=values.base + first * shape.lanes)
+                v = replace(values, base=values.base + col)
                 engine.multiply_guarded(c, p, v, begin, end, nonfinite)
                 for i, variables in enumerate(c):
                     for j, variable in enumerate(variables):

@@ -24,7 +24,6 @@ from aule.ir.types import f32, i32
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import GradientKernel, KeysKernel
 from aule.ops.attention.prepass.tile_list import TileList, tile_at
-from aule.ops.combine.pieces import combine_tiles, share
 from aule.target import Target
 from aule.tile.common.matrix import Matrix, divmod_const
 from aule.tile.fragment.arrangement import SIZE
@@ -41,6 +40,8 @@ def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> K
     """Trace the kernel of dQ, or that of dK and dV."""
     name = f"flash_attention_backward_{config.of}"
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, arithmetic="quick")
+    if target.overlap:
+        b.launch_await()
     kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
@@ -53,7 +54,7 @@ class _Kernel(GradientKernel):
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target, Fragments(b, target, config.shape, config.dtype))
         dims = config.head_dim, config.value_dim
-        self.strides = tuple(row_stride(dim) for dim in dims)
+        self.strides = tuple(row_stride(width) for width in self.widths)
         rows, width = self.shape.block_q, self.shape.block_kv
         self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
         self.other_start = rows * (self.strides[0] if self.shape.resident_q else sum(self.strides))
@@ -65,33 +66,34 @@ class _Kernel(GradientKernel):
         self.p_start = self.ds_start + rows * self.scores_stride
         self.size = self.shape.backward_elements(*dims, config.sums)
         if config.rope is not None:
-            self.size = max(self.size, exchange_bytes(rows, config.head_dim) // 2)
+            self.size = max(self.size, exchange_bytes(rows, self.widths[0]) // 2)
         self.memory = b.shared("tiles", self.engine.elem, self.size)
 
     def transfer(self, matrix: Matrix) -> Transfer:
         """A transfer of the others' rows. With one stage they wait in registers until everyone has read the last."""
-        return transfer_of(self.engine, matrix, self.shape.block_kv, self.memory, copies=self.shape.stages == 2)
+        copies, width = self.shape.stages == 2, self.shape.result_columns(matrix.cols)
+        return transfer_of(self.engine, matrix, self.shape.block_kv, self.memory, copies, width)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def load_own(self) -> None:
         """Load the rows that the workgroup owns; the first barrier of the loop makes them visible."""
         b, (first, second) = self.b, self.own
-        transfer = self._bring(first, self.own_start[0])
+        transfer = self._bring(first, self.own_start[0], self.widths[0])
         if self.config.sums:
             transfer.rewrite_own(self.own_start[0], self.finite)
         if self.shape.resident_q:
             self._load_resident(second, self.own_start[1])
         else:
-            self._bring(second, self.own_start[1])
+            self._bring(second, self.own_start[1], self.widths[1])
         if self.shape.register_columns:
             if not self.shape.resident_q:
                 b.barrier()
             count = min(self.shape.register_columns // SIZE, self.depths[0])
             self.resident[0].extend([self.left(0, k) for k in range(count)])
 
-    def _bring(self, matrix: Matrix, start: Value) -> Transfer:
-        transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
+    def _bring(self, matrix: Matrix, start: Value, width: int = 0) -> Transfer:
+        transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory, width=width)
         transfer.clear_padding(start, 1)
         transfer.start(self.row0, start)
         transfer.finish(start)
@@ -312,20 +314,15 @@ class _Keys(_Kernel, KeysKernel):
         b, shape = self.b, self.shape
         dK, dV = (self.engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
         first, last, end = self.row_tiles()
-        if self.piece is not None:
-            first, last = share(self.piece, first, last)
         self.load_own()
-        with b.loop(b.const(0, i32), self.group, name="member") as member:
-            self._pass(self.kv_head * self.group + member, first, last, end, dK, dV)
-        if self.piece is None:
-            self.store_results(dK, dV)
-        else:
-            combine_tiles(self.p, self.piece, shape.threads, [dK, dV], lambda: self.store_results(dK, dV))
+        with b.loop(*self.members(), name="member") as member:
+            self._pass(member, first, last, end, dK, dV)
+        self.finish(dK, dV)
 
-    def _pass(self, head: Value, first: Value, last: Value, end: Value, dK: FragmentTile, dV: FragmentTile) -> None:
+    def _pass(self, member: Value, first: Value, last: Value, end: Value, dK: FragmentTile, dV: FragmentTile) -> None:
         """Add the share of one query head's rows to the block's dK and dV."""
         b, engine, shape, scores, config = self.b, self.engine, self.shape, self.scores, self.config
-        width = shape.block_kv
+        head, width = self.kv_head * self.group + member, shape.block_kv
         queries = self.transfer(self.matrix("q", head, scores.seq_q, config.head_dim, 0))
         results = self.transfer(self.matrix("do", head, scores.seq_q, config.value_dim, 3))
         fetched: list[Var] = [b.var(b.const(0.0, f32)) for _ in range(2)]
@@ -333,6 +330,7 @@ class _Keys(_Kernel, KeysKernel):
         tiles = self.listed(head)
         if tiles is not None:
             first, last = b.const(0, i32), tiles.count
+        first, last = self.own_tiles(member, first, last)
 
         def body(
             tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None], put_next: Callable[[], None],

@@ -14,7 +14,7 @@ from aule.ir import Builder, Value, Var
 from aule.ir.types import bf16, f32, i32, u16, u32
 from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import FragmentBackwardConfig
-from aule.ops.combine.pieces import Piece, piece_of
+from aule.ops.combine.pieces import Passes, Piece, combine_tiles, piece_of
 from aule.ops.scores.band import Place
 from aule.ops.scores.tile_dropout import TileDropout
 from aule.target import Target
@@ -45,7 +45,9 @@ class GradientKernel(BackwardBlock):
         self.score_rows, self.own_width = self.shape.rows // by_rows, self.shape.block_kv // by_cols
         self.score_row = engine.subgroup * self.score_rows if by_rows > 1 else self.subgroup_row
         self.score_col = self.part * self.own_width if by_cols > 1 else b.const(0, i32)
-        self.depths = tuple(padded(dim, SIZE) // SIZE for dim in (config.head_dim, config.value_dim))
+        dims = config.head_dim, config.value_dim
+        self.depths = tuple(padded(dim, SIZE) // SIZE for dim in dims)
+        self.widths = tuple(self.shape.result_columns(dim) for dim in dims)
 
     def finite(self, run: Value) -> Value:
         """A run with zeros for Inf and NaN: dS of a dropped key is 0, and 0 times either is NaN. If a row keeps the
@@ -129,7 +131,7 @@ class GradientKernel(BackwardBlock):
 
     def result_width(self, which: int) -> int:
         """Columns of a result that one subgroup computes."""
-        return self.depths[which] // self.shape.columns * SIZE
+        return self.widths[which] // self.shape.columns
 
     def result_block(self, i: int) -> Value:
         """Where the ``i``-th block of a subgroup's result rows begins among the shared rows: its own rows of scores
@@ -150,13 +152,13 @@ class GradientKernel(BackwardBlock):
             values = tile.values()
         else:
             place = (self.row0, self.subgroup_row, first)
-            values = rotated_back(self.engine, self.memory, tile, out, place, self.result_row)
+            values = rotated_back(self.engine, self.memory, tile, out, place, self.result_row, self.widths[which])
         for r, row in enumerate(values):
             at = self.row0 + self.subgroup_row + self.result_row(r)
             with b.if_(at < out.rows):
                 for c in range(0, len(row), run):
                     strip = [x if factor is None else x * factor for x in row[c : c + run]]
-                    out.store(b, at, first + tile.col(c), strip, padded(out.cols, SIZE))
+                    out.store(b, at, first + tile.col(c), strip, self.widths[which])
 
 
 class KeysKernel(GradientKernel):
@@ -164,20 +166,41 @@ class KeysKernel(GradientKernel):
 
     piece: Piece | None
     """The workgroup's piece of the block, if several workgroups may share one."""
+    passes: Passes | None
+    """The piece's share of the passes over query heads."""
     numbers: Value
     """`row_numbers` of the query rows of a tile, in shared memory."""
 
     def open_block(self) -> None:
         """Find the workgroup's keys and open its matrices."""
         b, config = self.b, self.config
-        self.piece = piece_of(self.p, self.task) if config.last_wave else None
+        self.piece = piece_of(self.p, self.task) if config.shared_blocks else None
+        if self.piece is not None:
+            self.exists = self.task < self.p.number("workgroups")
         self.own_keys(None if self.piece is None else self.piece.number)
+        self.passes = None if self.piece is None else Passes(b, self.piece, self.group, self.p.number("pass_tiles"))
         scores = self.scores
         self.own = (
             self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
             self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),
         )
         self.numbers = b.shared("numbers", f32, 2 * min(self.shape.stages, 2) * self.shape.block_kv)
+
+    def members(self) -> tuple[Value, Value]:
+        """The query heads of the key head that the workgroup passes over: the first, and the one after the last."""
+        return (self.b.const(0, i32), self.group) if self.passes is None else self.passes.members()
+
+    def own_tiles(self, member: Value, first: Value, last: Value) -> tuple[Value, Value]:
+        """The workgroup's share of the tiles of a pass."""
+        return (first, last) if self.passes is None else self.passes.tiles(member, first, last)
+
+    def finish(self, dK: FragmentTile, dV: FragmentTile) -> None:
+        """Store the results, when all pieces of the block are there. The next launch may prepare meanwhile."""
+        self.b.launch_next()
+        if self.piece is None:
+            self.store_results(dK, dV)
+        else:
+            combine_tiles(self.p, self.piece, self.shape.threads, [dK, dV], lambda: self.store_results(dK, dV))
 
     def numbers_at(self, tile: Value) -> Value:
         """Index of the numbers of a tile's rows."""

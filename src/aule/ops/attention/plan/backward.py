@@ -17,7 +17,7 @@ from aule.ops.attention.plan.scalars import (
     row_scalars,
     score_options,
 )
-from aule.ops.attention.plan.split import split_last_wave
+from aule.ops.attention.plan.split import SplitLastWave, split_last_wave
 from aule.ops.attention.plan.tiles_backward import (
     choose_backward_fragments,
     choose_backward_shape,
@@ -127,7 +127,7 @@ def _fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentSh
     shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of)
     if shape is None or problem.rope is None:
         return shape
-    fits = exchange_bytes(shape.block_q, problem.head_dim) <= target.max_shared_bytes
+    fits = exchange_bytes(shape.block_q, shape.result_columns(problem.head_dim)) <= target.max_shared_bytes
     return shape if rotates_runs(problem) and fits else None
 
 
@@ -233,17 +233,24 @@ class _Draft:
                 kernel, mask_prepass(problem, mask, shape, self.target, True, kernel.options, self.scalars, aligned)
             )
         config = FragmentBackwardConfig(**kernel.options, folded=folded(problem))
-        if config.of == "keys" and config.sums and config.keeps_all:
-            wave = choose_backward_wave(self.target, shape)
-            tiles = -(-problem.seq_q // shape.block_kv)
-            split = None if wave is None else split_last_wave(blocks, tiles, self.target.compute_units, wave)
-            if split is not None:
-                config, blocks = replace(config, last_wave=True), split.workgroups
-                kernel.scalars |= split.scalars
-                self.workspace |= split.workspace(shape, (problem.head_dim, problem.value_dim))
-                self.scratch["tickets"] = split.blocks
+        split = self._split(config, shape, blocks)
+        if split is not None:
+            config, blocks = replace(config, shared_blocks=True), split.workgroups
+            kernel.scalars |= split.scalars | {"pass_tiles": -(-problem.seq_q // shape.block_kv)}
+            self.workspace |= split.workspace(shape, (problem.head_dim, problem.value_dim))
+            self.scratch["tickets"] = split.blocks
         build = build_backward_warpgroup if shape.warpgroups else build_backward_fragment
         self._add(config, build, blocks, kernel.scalars, kernel.renamed)
+
+    def _split(self, config: FragmentBackwardConfig, shape: FragmentShape, blocks: int) -> SplitLastWave | None:
+        """How blocks of keys are split if they leave much of the device idle; None if they do not."""
+        problem, units = self.problem, self.target.compute_units
+        wave = choose_backward_wave(self.target, shape) if config.of == "keys" and problem.packed is None else None
+        # Blocks of a band differ in length, so that their last wave is not one.
+        if wave is None or not (config.keeps_all or blocks < wave.resident * units):
+            return None
+        tiles = -(-problem.seq_q // shape.block_kv) * problem.group
+        return split_last_wave(blocks, tiles, units, wave)
 
     def _rotate(self, kernel: _Kernel) -> None:
         """Rotate q and k in steps of their own, since the kernel copies rows past registers."""

@@ -56,6 +56,9 @@ def plan_forward(
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     """
+    widest = int(tuning.number(target, "attention.forward.widest_values"))
+    if shape is None and problem.value_dim > widest and _slices_pay(problem, views, target, aligned_base, widest):
+        return _plan_slices(problem, views, target, aligned_base, widest)
     draft = _Draft(problem, Layout(views, aligned_base or {}), target)
     tiles = shape or _choose_shape(problem, draft.layout, target)
     if problem.precision is not None and not rotates_runs(problem):
@@ -71,6 +74,47 @@ def plan_forward(
         draft.rotate(tiles)
         config = draft.fragment_config(tiles, own_full_tiles=shape is None)
     return draft.launched(config, tiles, _split(draft.problem, config, tiles, target) if shape is None else None)
+
+
+def _slice(
+    problem: AttentionProblem, views: dict[str, TensorView], first: int, width: int
+) -> tuple[AttentionProblem, dict[str, TensorView]]:
+    """Cut a problem down to some columns of its values; the first slice stores the log-sum-exp."""
+    width = min(width, problem.value_dim - first)
+    own = {
+        name: replace(view, shape=(*view.shape[:3], width), offset=view.offset + first * view.strides[3])
+        for name, view in views.items()
+        if name in ("v", "o")
+    }
+    return replace(problem, value_dim=width, return_lse=problem.return_lse and first == 0), {**views, **own}
+
+
+def _slices_pay(
+    problem: AttentionProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    aligned_base: dict[str, bool] | None,
+    widest: int,
+) -> bool:
+    """Whether slices run on matrix units, which more than makes up for computing the scores again."""
+    part, own = _slice(problem, views, 0, widest)
+    return isinstance(_choose_shape(part, Layout(own, aligned_base or {}), target), FragmentShape)
+
+
+def _plan_slices(
+    problem: AttentionProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    aligned_base: dict[str, bool] | None,
+    widest: int,
+) -> Plan:
+    """Plan values that are too wide for one workgroup's registers: one launch after the other, some columns each."""
+    parts = (_slice(problem, views, first, widest) for first in range(0, problem.value_dim, widest))
+    plans = [plan_forward(part, own, target, aligned_base) for part, own in parts]
+    names = {name for plan in plans for name in plan.workspace}
+    workspace = {name: max(plan.workspace.get(name, 0) for plan in plans) for name in names}
+    scratch = {name: max(plan.scratch.get(name, 0) for plan in plans) for plan in plans for name in plan.scratch}
+    return Plan(tuple(step for plan in plans for step in plan.steps), workspace, scratch)
 
 
 # -- choose ------------------------------------------------------------------------------------------------------------
@@ -93,7 +137,8 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
     copied = all(in_runs) if problem.rope is None else can_rotate_before(problem) and in_runs[2]
     # From so many scores on, two launches that classify the mask's tiles pay off.
     if copied and (problem.mask is None or scores >= tuning.number(target, "attention.forward.mask_prepass_scores")):
-        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), _unmodified_length(problem))
+        lengths = _unmodified_length(problem), problem.seq_kv
+        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), *lengths)
     if found is None and rotates_runs(problem):
         rotated = problem.rope is not None
         found = choose_fragments(target, problem.dtype, *dims, masked, not all(in_runs), rotated)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from aule.ops.attention.problem import FAR, UNBOUNDED, AttentionProblem
+from aule.errors import InvalidArgumentError
+from aule.ops.attention.problem import FAR, UNBOUNDED, AttentionProblem, Origin
 from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
-from aule.ops.softmax.dropout import keep_scale, threshold
+from aule.ops.scores.functions.program import MOST_ROWS
+from aule.ops.softmax.dropout import OCTET, keep_scale, threshold
 from aule.target import Target
 from aule.tile.common.math import LOG2E
 from aule.tile.fragment.shape import RUN
@@ -18,6 +20,7 @@ def problem_scalars(problem: AttentionProblem, target: Target) -> dict[str, int 
     left, right = problem.limits
     cached = model.cached_bytes(target, "attention")
     total_q, total_kv = problem.packed or (0, 0)
+    origin = problem.origin or Origin(0)
     return {
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
@@ -32,6 +35,9 @@ def problem_scalars(problem: AttentionProblem, target: Target) -> dict[str, int 
         **score_scalars(problem.scale, problem.softcap, LOG2E),
         "dropout_limit": threshold(problem.dropout_p),
         "keep_scale": keep_scale(problem.dropout_p),
+        "dropout_row": origin.row,
+        "dropout_octet": origin.key // OCTET,
+        "dropout_head": origin.head,
         "batches": problem.batch,
         "total_q": total_q,
         "total_kv": total_kv,
@@ -77,6 +83,12 @@ def row_scalars(problem: AttentionProblem) -> dict[str, int | float]:
 def score_options(problem: AttentionProblem) -> dict[str, Any]:
     """Fields of a `ScoreConfig`."""
     left, right = problem.limits
+    longest = max(problem.seq_q, problem.seq_kv)
+    if problem.has_functions and longest > MOST_ROWS:
+        raise InvalidArgumentError(
+            f"[flex_attention] expected at most {MOST_ROWS} rows and keys with a score or mask function, "
+            f"got {longest}; split the sequence"
+        )
     packed = problem.packed is not None
     return {
         "dtype": problem.dtype,
@@ -95,6 +107,7 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
         "sinks": problem.sinks,
         "lse": problem.return_lse,
         "dropout": problem.dropout_p > 0,
+        "dropout_origin": problem.dropout_p > 0 and problem.origin is not None,
         "packed": packed,
         "rope": problem.rope,
     }

@@ -1,8 +1,9 @@
 """Splits blocks into pieces where a launch would leave much of the device idle. Pure.
 
 Forward, a launch of fewer blocks of rows than the device runs at a time is split along the keys (`split_blocks`).
-Backward, the blocks of keys of the last, partial wave are split along the query rows (`split_last_wave`). The last
-workgroup to finish a piece of a block combines them (`aule.ops.combine.pieces`).
+Backward, the blocks of keys of the last, partial wave, which may be the only one, are split along their passes over
+query heads and rows (`split_last_wave`). The last workgroup to finish a piece of a block combines them
+(`aule.ops.combine.pieces`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from aule.ops.combine.pieces import lane_numbers
 from aule.target import Target
 from aule.tile.common.matrix import QUAD, padded
-from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.shape import FragmentShape
 from aule.tile.simt.shape import SimtShape
 
@@ -117,11 +117,11 @@ class SplitLastWave:
     @property
     def scalars(self) -> dict[str, int]:
         """Parameters of the kernel, by name."""
-        return {"blocks": self.workgroups, "first_split": self.first, "splits": self.pieces}
+        return {"workgroups": self.workgroups, "first_split": self.first, "splits": self.pieces}
 
     def workspace(self, shape: FragmentShape, dims: tuple[int, int]) -> dict[str, int]:
-        """Words of memory for the sums of pieces, by buffer name: dK and dV of a block, padded to fragments."""
-        return {"part": self.blocks * self.pieces * shape.block_q * sum(padded(dim, SIZE) for dim in dims)}
+        """Words of memory for the sums of pieces, by buffer name: dK and dV of a block, as wide as its results."""
+        return {"part": self.blocks * self.pieces * shape.block_q * sum(shape.result_columns(dim) for dim in dims)}
 
 
 def split_last_wave(blocks: int, tiles: int, units: int, wave: Wave) -> SplitLastWave | None:

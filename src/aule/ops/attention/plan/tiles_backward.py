@@ -8,7 +8,6 @@ from aule.ir.types import PANEL
 from aule.ops.attention.plan.split import Wave
 from aule.ops.attention.plan.tiles import dims_facts, first_fitting, known_wave, narrowed, runs, simt_shape
 from aule.target import Target
-from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import multiplies
 from aule.tile.fragment.shape import FragmentShape
 from aule.tile.simt.shape import SimtShape
@@ -32,15 +31,15 @@ def choose_backward_fragments(
         # A thread loads what belongs to one of the other rows.
         if not runs(shape, target) or shape.threads < shape.block_kv:
             return False
-        even = all(-(-dim // SIZE) % shape.columns == 0 for dim in (head_dim, value_dim))
-        return even and shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes
+        return shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes
 
     return first_fitting(target, FRAGMENT, {"dtype": dtype, **dims_facts(head_dim, value_dim), "of": of}, fits)
 
 
 def choose_backward_wave(target: Target, shape: FragmentShape) -> Wave | None:
-    """How many workgroups with sums run at a time; None if not measured, or if partial sums cannot be combined."""
-    return known_wave(target, FRAGMENT, shape) if target.device_fence else None
+    """How many workgroups of keys run at a time; None if not measured, or if partial sums cannot be combined."""
+    op = WARPGROUP if shape.warpgroups else FRAGMENT
+    return known_wave(target, op, shape) if target.device_fence else None
 
 
 def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_dim: int) -> FragmentShape | None:
@@ -49,11 +48,9 @@ def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_
         return None
 
     def fits(shape: FragmentShape) -> bool:
-        # Warpgroups share dQ by panels of columns, of which each has at least one. If they have the same keys, they
-        # share dK and dV by panels, too.
+        # Warpgroups share dQ by panels of columns, of which each has at least one.
         enough = -(-head_dim // PANEL) >= shape.threads // 2 // shape.block_kv
-        even = shape.columns == 1 or all(d % (shape.columns * PANEL) == 0 for d in (head_dim, value_dim))
-        return enough and even and shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes
+        return enough and shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes
 
     return first_fitting(target, WARPGROUP, {"dtype": dtype, **dims_facts(head_dim, value_dim)}, fits)
 

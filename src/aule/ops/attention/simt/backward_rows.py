@@ -18,6 +18,7 @@ from aule.tile.simt.atomic_sums import TileSums
 def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
     """Trace the kernel of delta: some lanes of a subgroup, or one thread, to a row."""
     b = Builder("attention_delta", config.threads, arithmetic="quick")
+    b.launch_next()
     index: Scalar = i64 if config.index64 else i32
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim), index)
     heads, seq_q, rows = p.number("heads_q"), p.number("seq_q"), p.number("rows")
@@ -59,6 +60,12 @@ def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
     return b.finish()
 
 
+def _await(b: Builder, target: Target) -> None:
+    """Wait for the launches before, if this one may have started before they ended."""
+    if target.overlap:
+        b.launch_await()
+
+
 def build_round(config: RoundConfig, target: Target) -> KernelIR:
     """Trace the kernel that rounds the sums of dQ: one thread to two neighbouring elements of a row, or to one if rows
     have an odd number."""
@@ -67,6 +74,7 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
     if config.octets:
         return _build_round_octets(config, target)
     b = Builder("attention_round", config.threads, arithmetic="quick")
+    _await(b, target)
     index: Scalar = i64 if config.index64 else i32
     elem, dim, run = SCALARS[config.dtype], config.head_dim, config.run
     scores = ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim, rope=config.rope, rope_unit=config.rope_unit)
@@ -98,6 +106,7 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
 def _build_round_quads(config: RoundConfig, target: Target) -> KernelIR:
     """Trace the kernel for sums in groups of four, two neighbours in each of two rows; a thread takes two groups."""
     b = Builder("attention_round", config.threads, arithmetic="quick")
+    _await(b, target)
     index: Scalar = i64 if config.index64 else i32
     elem, dim = SCALARS[config.dtype], config.head_dim
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)
@@ -134,6 +143,7 @@ def _build_round_octets(config: RoundConfig, target: Target) -> KernelIR:
     """Trace the kernel for sums of which eight neighbours of a row lie as four even and four odd columns. A thread
     takes two groups of eight, and eight threads have consecutive rows."""
     b = Builder("attention_round", config.threads, arithmetic="quick")
+    _await(b, target)
     index: Scalar = i64 if config.index64 else i32
     elem, dim = SCALARS[config.dtype], config.head_dim
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)

@@ -28,7 +28,7 @@ from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import KeysKernel
 from aule.ops.attention.prepass.tile_list import TileList, keep, tile_at
 from aule.target import Target
-from aule.tile.common.matrix import divmod_const
+from aule.tile.common.matrix import divmod_const, padded
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import FragmentTile
 from aule.tile.warpgroup.engine import ROWS, SUBGROUPS, PanelFactor, PanelShape, PanelTransfer, Warpgroups
@@ -38,6 +38,8 @@ def build_backward_warpgroup(config: FragmentBackwardConfig, target: Target) -> 
     """Trace the kernel of dK and dV."""
     assert config.shape.stages == (4 if config.shape.columns == 1 else 2)
     b = Builder("flash_attention_backward_keys", config.shape.threads, config.shape.lanes, config.shape.registers)
+    if target.overlap:
+        b.launch_await()
     kernel = (_Narrow if config.shape.columns == 1 else _Wide)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
@@ -86,15 +88,15 @@ class _Keys(KeysKernel, ABC):
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target, Warpgroups(b, target, config.shape, config.dtype))
         shape, engine = self.shape, self.engine
-        rows, width, dims = shape.block_q, shape.block_kv, (config.head_dim, config.value_dim)
-        self.own_shapes = [PanelShape(rows, dim) for dim in dims]
-        self.other_shapes = [PanelShape(width, dim) for dim in dims]
+        rows, width = shape.block_q, shape.block_kv
+        self.own_shapes = [PanelShape(rows, cols) for cols in self.widths]
+        self.other_shapes = [PanelShape(width, cols) for cols in self.widths]
         self.ds_shape = PanelShape(rows, width)
         self.own_start = (b.const(0, i32), b.const(self.own_shapes[0].elements, i32))
         self.other_start = sum(panels.elements for panels in self.own_shapes)
         self.stage_size = sum(panels.elements for panels in self.other_shapes)
         self.ds_start = self.other_start + shape.stages * self.stage_size
-        self.memory = b.shared("tiles", engine.elem, shape.backward_elements(*dims))
+        self.memory = b.shared("tiles", engine.elem, shape.backward_elements(config.head_dim, config.value_dim))
         self.open_block()
         self.mbarrier = b.shared("mbarrier", u64, 1)
         b.mbarrier_init(self.mbarrier)
@@ -122,27 +124,25 @@ class _Keys(KeysKernel, ABC):
         b = self.b
         first, last, end = self.row_tiles()
         self._load_own()
-        with b.loop(b.const(0, i32), self.group, name="member") as member:
+        with b.loop(*self.members(), name="member") as member:
             head = self.kv_head * self.group + member
             tile_list = self.listed(head)
             if tile_list is not None:
                 first, last = b.const(0, i32), tile_list.count
-            with b.if_(first < last):
-                self._pass(head, first, last, end, tile_list)
-        self.store_results(self.dK, self.dV)
+            own_first, own_last = self.own_tiles(member, first, last)
+            with b.if_(own_first < own_last):
+                self._pass(head, own_first, own_last, end, tile_list)
+        self.finish(self.dK, self.dV)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _load_own(self) -> None:
         """Load K and V; the first barrier of a pass makes them visible."""
-        b, engine, shape = self.b, self.engine, self.shape
-        if self.limited:  # dQ is computed from entire panels of K
-            zero = b.splat(b.const(0, engine.elem), 8)
-            with b.loop(0, self.own_shapes[0].elements // 8 // shape.threads, name="run") as i:
-                b.store(self.memory, (i * shape.threads + engine.thread) * 8, zero)
-            b.barrier()
-        for which, (matrix, start) in enumerate(zip(self.own, self.own_start, strict=True)):
-            transfer = engine.panels(matrix, shape.block_q, self.memory)
+        engine, shape = self.engine, self.shape
+        # dQ may be computed from entire panels of K.
+        widths = padded(self.widths[0], PANEL) if self.limited else self.widths[0], self.widths[1]
+        for which, (matrix, start, width) in enumerate(zip(self.own, self.own_start, widths, strict=True)):
+            transfer = engine.panels(matrix, shape.block_q, self.memory, width)
             transfer.clear_padding(start, 1)
             transfer.start(self.row0, start)
             transfer.finish(start)
@@ -210,9 +210,11 @@ class _Keys(KeysKernel, ABC):
         """Add the share of one query head's rows to the block's dK and dV, and the block's share to their dQ."""
         b, engine, scores, config = self.b, self.engine, self.scores, self.config
         width = self.shape.block_kv
+        queries = self.matrix("q", head, scores.seq_q, config.head_dim, 0)
+        results = self.matrix("do", head, scores.seq_q, config.value_dim, 3)
         transfers = (
-            engine.panels(self.matrix("q", head, scores.seq_q, config.head_dim, 0), width, self.memory),
-            engine.panels(self.matrix("do", head, scores.seq_q, config.value_dim, 3), width, self.memory),
+            engine.panels(queries, width, self.memory, self.widths[0]),
+            engine.panels(results, width, self.memory, self.widths[1]),
         )
         head_pass = _Pass(head, last, tile_list, end, transfers, [b.var(b.const(0.0, f32)) for _ in range(2)])
         for stage in range(self.shape.stages):

@@ -67,7 +67,8 @@ class _Forward(TileScores):
         self.v_start = self.k_start + shape.stages * self.k_size
         self.k_depth = padded(config.head_dim, SIZE) // SIZE
         self.keys = engine.panels(self.k, shape.block_kv, self.memory)
-        self.values = engine.panels(self.v, shape.block_kv, self.memory)
+        # Products of guarded tiles read entire panels.
+        self.values = engine.panels(self.v, shape.block_kv, self.memory, padded(config.value_dim, PANEL))
         assert self.keys.direct and self.values.direct, "only rows that are copied unchanged come here"
         return engine
 
@@ -366,7 +367,9 @@ class _Forward(TileScores):
                 columns = O.vars[0][col // SIZE : (col + PANEL) // SIZE]
                 values = PanelFactor(self.memory, v_at, self.v_panels, col=col)
                 b.warpgroup_fence()
-                engine.start_product(part[: len(columns)], [x.value for x in P], values, len(P), fresh=True)
+                # All of a panel, though its last columns may be padding: with products of different widths the
+                # compiler waits for each product of the kernel.
+                engine.start_product(part, [x.value for x in P], values, len(P), fresh=True)
                 b.warpgroup_commit()
                 b.warpgroup_wait()
                 for variable, x in zip(columns, part, strict=False):

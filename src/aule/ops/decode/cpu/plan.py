@@ -21,7 +21,7 @@ from aule.ops.attention.cpu.shapes import (
     wanted_splits,
 )
 from aule.ops.attention.plan.layout import view_scalars
-from aule.ops.attention.plan.scalars import score_scalars
+from aule.ops.attention.plan.scalars import function_scalars, score_scalars
 from aule.ops.attention.problem import FAR, UNBOUNDED
 from aule.ops.combine.cpu import PartialLayout
 from aule.ops.decode.cpu.config import CpuDecodeConfig
@@ -153,6 +153,8 @@ def _configure(
         right=right != UNBOUNDED and tokens - 1 - right > 0,
         softcap=problem.softcap > 0,
         alibi=problem.alibi,
+        score_function=None if problem.score_mod is None else problem.score_mod.program,
+        mask_function=None if problem.mask_mod is None else problem.mask_mod.program,
         sinks=problem.sinks,
         lse=problem.return_lse,
         unit=unit,
@@ -171,8 +173,9 @@ def _configure(
 
 
 def _needs_order(config: CpuDecodeConfig) -> bool:
-    """Whether keys must be read in order: they are packed, or a mask or scale depends on a key's number."""
-    return config.left or config.right or config.alibi or config.quantised or config.panels != "none"
+    """Whether keys must be read in order: they are packed, or a mask, scale or function depends on a key's number."""
+    functions = config.score_function is not None or config.mask_function is not None
+    return config.left or config.right or config.alibi or functions or config.quantised or config.panels != "none"
 
 
 def _heads_outermost(problem: DecodeProblem, views: dict[str, TensorView], limits: Mapping[str, Any]) -> bool:
@@ -218,4 +221,5 @@ def _scalars(problem: DecodeProblem) -> dict[str, int | float]:
         **score_scalars(problem.scale, problem.softcap, 1.0),
         "total_q": problem.total_q or 0,
         "pages": problem.pages,
+        **function_scalars(problem.alone(problem.seq_q, problem.seq_kv)),
     }

@@ -30,6 +30,8 @@ from aule.ops.decode.result import Result
 from aule.ops.decode.simt.kernel import KERNEL_NAME
 from aule.ops.decode.variables import assign, values
 from aule.ops.decode.work_range import QueryRow, WorkRange
+from aule.ops.scores.band import keeps
+from aule.ops.scores.modifiers import Site
 from aule.target import Target
 from aule.tile.common.math import LOWEST, fold, overflowing
 from aule.tile.common.matrix import QUAD
@@ -161,7 +163,8 @@ class _Decode:
         nonfinite = b.var(b.const(0, i32), "wild")
         with b.if_(edge):
             found = self._clear_dropped(step)
-            if self.config.left or self.config.right:  # some rows may drop keys that others keep
+            # Some rows may drop keys that others keep.
+            if self.config.left or self.config.right or self.config.mask_function is not None:
                 nonfinite.value = b.select(found, b.const(1, i32), b.const(0, i32))
         with b.if_(b.ne(nonfinite.value, 0)):
             self._add_row_by_row(O, P, step)
@@ -298,13 +301,16 @@ class _Decode:
         zeros = b.splat(b.const(0, u32), self.values.words)
         zero = b.fragment_fill(engine.accumulator, 0.0)
         with b.loop(0, self.shape.rows, name="row") as number:
-            position = work.extent.shift + work.own_query(number)[0]
+            token, head = work.own_query(number)
+            position = work.extent.shift + token
             kept = []
             for i, run in enumerate(step.v):
                 key = keys[i // pieces]
                 keep = key < work.end
                 keep = keep if work.right is None else keep & (key <= position + work.right)
                 keep = keep if work.left is None else keep & (key >= position - work.left)
+                if self.config.mask_function is not None:
+                    keep = keep & keeps(work.p)(Site(work.batch, head, token, key, position))
                 kept.append(b.select(keep, run.value, zeros))
             for o, product in zip(O, self._products([zero] * len(O), P, kept), strict=True):
                 parts = []

@@ -56,7 +56,7 @@ def decode_views(operands: DecodeOperands, out: TensorView) -> dict[str, TensorV
         view = getattr(operands, name)
         if view is not None:
             views[name] = view
-    return views
+    return {**views, **operands.captured}
 
 
 def plan_decode(
@@ -282,6 +282,7 @@ def _configure(call: _Call, choice: _Choice) -> DecodeConfig | FragmentDecodeCon
         shape=shape,
         page_shared=problem.page > 0 and problem.page % shape.subgroup_step == 0,
         aligned=(q_aligned, *layout.aligned("kv", shape.run), o_aligned),
+        latent=problem.latent,
     )
 
 

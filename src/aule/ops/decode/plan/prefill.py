@@ -43,12 +43,15 @@ def plan_prefill(
         return None
     aligned = tuple(aligned_rows(views[n], RUN) and base_ok.get(n, True) for n in "qkvo")
     dims = problem.head_dim, problem.value_dim
-    shape = choose_warpgroups(target, problem.dtype, *dims) if all(aligned[:3]) else None
-    shape = shape or choose_fragments(target, problem.dtype, *dims, False, not all(aligned[:3]))
-    if shape is None:
-        return None
     attention = problem.alone(problem.seq_q, problem.seq_kv)
     attention = replace(attention, batch=problem.batch, packed=(problem.total_q or 0, 0))
+    functions = attention.has_functions
+    shape = None
+    if all(aligned[:3]) and not functions:
+        shape = choose_warpgroups(target, problem.dtype, *dims)
+    shape = shape or choose_fragments(target, problem.dtype, *dims, functions, not all(aligned[:3]))
+    if shape is None:
+        return None
     options: dict[str, Any] = score_options(attention) | {"packed": problem.total_q is not None}
     config = FragmentConfig(
         **options,

@@ -93,7 +93,7 @@ class _Decode:
 
         with b.loop(work.first, work.end, work.stride, name="key") as start:
             keys, next_keys = loads.keys(start), loads.keys(start + work.stride)
-            v = loads.load("v", keys, values(pages))
+            v = self._latent_values(values(k)) if config.latent else loads.load("v", keys, values(pages))
             scales = loads.scales(values(pages), self._own_keys(start)) if config.quantised else []
             step = _Step(start, values(k), v, scales)
             assign(k, loads.load("k", next_keys, values(next_pages)))
@@ -106,6 +106,12 @@ class _Decode:
         self._finish(rows, O)
         if config.last_workgroup_combines:
             self.result.combine_splits(self.team.thread)
+
+    def _latent_values(self, k: list[Value]) -> list[Value]:
+        """Runs of V that are the first runs of K: a lane has the same columns of both."""
+        shape, config = self.shape, self.config
+        pieces, wanted = shape.pieces(config.head_dim), shape.pieces(config.value_dim)
+        return [k[i * pieces + piece] for i in range(shape.keys) for piece in range(wanted)]
 
     def _queries(self) -> list[list[Value]]:
         """This lane's columns of every query row, scaled."""
