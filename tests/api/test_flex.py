@@ -82,7 +82,7 @@ def check(case: Case, dtype: Any = torch.float32, block_mask: Any = None, **opti
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_functions_and_gradients(make: Callable[[], Case]) -> None:
-    devices.need("cpu")
+    devices.spare(devices.need("cpu"), CASES.index(make), cpu_parts=2)
     check(make())
 
 

@@ -59,11 +59,14 @@ def test_it_trains_where_pytorch_does_not() -> None:
     assert q.grad is not None and {row["caller"] for row in aule.dispatch_stats()["calls"]} == {"install"}
 
 
-def test_compiling_the_function_itself_calls_aule() -> None:
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiling_the_function_itself_calls_aule(fullgraph: bool) -> None:
     q, k, v = tensors()
     expected = THEIRS(q, k, v)
     aule.install()
-    torch.testing.assert_close(torch.compile(flex.flex_attention, backend="eager")(q, k, v), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(flex.flex_attention, backend="eager", fullgraph=fullgraph)
+    torch.testing.assert_close(compiled(q, k, v), expected)
     assert aule.dispatch_stats()["served"] == 1
 
 

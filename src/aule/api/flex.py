@@ -127,6 +127,9 @@ def create_block_mask(
 ) -> BlockMask:
     """Make a mask for `flex_attention` from a function. Nothing is computed before the mask is used.
 
+    A mask that is used again is quicker: it keeps lists of the tiles that it drops, and makes them again when PyTorch
+    has counted a change of a captured tensor (writes through NumPy or ``.data`` are not counted: make a new mask).
+
     Parameters
     ----------
     mask_mod : callable

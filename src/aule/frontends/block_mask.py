@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,22 +47,20 @@ class BlockMask:
         self.mask_mod, self.shape, self.block_size, self._evaluator = mask_mod, shape, block_size, evaluator
         self._traced: dict[Any, tuple[MaskMod, tuple[BoundFunction, list[Any]]]] = {}
         """What front ends traced, by the type that is computed in, with the function that it was made of."""
+        self.lists: dict[Any, Any] = {}
+        """Lists of tiles that front ends keep for the next use."""
 
     def trace(self, key: Any, how: Callable[[], tuple[BoundFunction, list[Any]]]) -> tuple[BoundFunction, list[Any]]:
         """The traced function: traced once, and again if ``mask_mod`` was replaced."""
         known = self._traced.get(key)
         if known is None or known[0] is not self.mask_mod:
             known = self._traced[key] = self.mask_mod, how()
+            self.lists.clear()
         return known[1]
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         """Refuse a call that the mask was not made for."""
-        fits = self.shape[0] in (1, batch) and self.shape[1] in (1, heads) and self.shape[2:] == (queries, keys)
-        if not fits:
-            raise InvalidArgumentError(
-                f"[{OP}] expected a block mask for batch {batch}, {heads} heads, {queries} queries and {keys} keys, "
-                f"got {list(self.shape)}; make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
-            )
+        check_shape(self.shape, batch, heads, queries, keys)
 
     # -- looking at it -------------------------------------------------------------------------------------------------
 
@@ -116,3 +114,13 @@ class BlockMask:
 
     def __str__(self) -> str:
         return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.1f}%)\n{self.to_string()}"
+
+
+def check_shape(shape: Sequence[int], batch: int, heads: int, queries: int, keys: int) -> None:
+    """Refuse a call that a mask of a shape was not made for."""
+    if shape[0] in (1, batch) and shape[1] in (1, heads) and (shape[2], shape[3]) == (queries, keys):
+        return
+    raise InvalidArgumentError(
+        f"[{OP}] expected a block mask for batch {batch}, {heads} heads, {queries} queries and {keys} keys, "
+        f"got {list(shape)}; make one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+    )

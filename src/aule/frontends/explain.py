@@ -19,7 +19,7 @@ class Explained:
     """The first array of a call that is to be explained."""
 
     def __init__(self, array: Any) -> None:
-        self.array = array
+        self.array, self.shape = array, getattr(array, "shape", ())
 
 
 class Found(Exception):
@@ -43,6 +43,11 @@ def flash_attention(q: Explained, k: Any, v: Any, options: AttentionOptions) -> 
 def flash_attention_varlen(q: Explained, k: Any, v: Any, *rest: Any) -> None:
     """End with the explanation of attention on packed batches."""
     raise Found(_home("flash_attention_varlen", q).flash_attention_varlen(q.array, k, v, *rest))
+
+
+def flex_attention(q: Explained, k: Any, v: Any, *rest: Any) -> None:
+    """End with the explanation of attention with functions of the user."""
+    raise Found(_home("flex_attention", q).flex_attention(q.array, k, v, *rest))
 
 
 def decode(q: Explained, k: Any, v: Any, options: DecodeOptions) -> None:

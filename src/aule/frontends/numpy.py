@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from aule.ops.decode.validate import DecodeOperands
 
 Array = npt.NDArray[Any]
+VarlenFunctions = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+"""Score function and mask function of a packed batch."""
 
 _NAMES = {name: short for name, short in KERNEL_NAMES.items() if short in ITEMSIZE}
 _BITS = {"bf16": np.uint16, "e4m3": np.uint8}
@@ -165,23 +167,41 @@ def flex_attention(
 
 
 def varlen_call(
-    q: Array, k: Array, v: Array, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
+    q: Array,
+    k: Array,
+    v: Array,
+    offsets: tuple[Any, Any],
+    longest: tuple[int | None, int | None],
+    options: AttentionOptions,
+    functions: VarlenFunctions = (None, None),
 ) -> tuple[AttentionProblem, Operands]:
     """Check a call of attention on packed batches."""
     if type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None:
         options = seeded(options)
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
-    arrays |= {"cu_q": _offsets(cu_q, "cu_seqlens_q", OP), "cu_k": _offsets(cu_k, "cu_seqlens_k", OP)}
+    arrays |= {f"cu_{name}": _offsets(x, f"cu_seqlens_{name}", OP) for name, x in zip("qk", offsets, strict=True)}
     views: dict[str, Any] = {name: view(array, name, OP) for name, array in arrays.items()}
-    return varlen_problem(**views, max_q=max_q, max_k=max_k, **options.plain())
+    problem, operands = varlen_problem(**views, max_q=longest[0], max_k=longest[1], **options.plain())
+    if functions == (None, None):
+        return problem, operands
+    from aule.frontends import numpy_flex
+    from aule.frontends.functions import UserFunctions
+
+    return numpy_flex.with_functions(problem, operands, UserFunctions(OP, *functions))
 
 
 @reports_shortage
 def flash_attention_varlen(
-    q: Array, k: Array, v: Array, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
+    q: Array,
+    k: Array,
+    v: Array,
+    offsets: tuple[Any, Any],
+    longest: tuple[int | None, int | None],
+    options: AttentionOptions,
+    functions: VarlenFunctions = (None, None),
 ) -> Any:
     """Attention on packed batches of NumPy arrays; the result is finished on return."""
-    problem, operands = varlen_call(q, k, v, cu_q, cu_k, max_q, max_k, options)
+    problem, operands = varlen_call(q, k, v, offsets, longest, options, functions)
     _, heads, rows, dim = problem.out_shape
     result = np.empty((rows, heads, dim), q.dtype) if options.out is None else options.out
     target = checked_out(result, (rows, heads, dim), problem.dtype, OP).transpose(1, 0, 2)[None]
@@ -229,7 +249,17 @@ def decode_call(q: Array, k: Array, v: Array, options: DecodeOptions) -> tuple[D
     views: dict[str, Any] = {name: view(array, name, options.op) for name, array in arrays.items()}
     from aule.ops.decode.validate import decode_problem  # imported late: `import aule` is to be quick
 
-    return decode_problem(options.op, **views, **options.plain())
+    problem, operands = decode_problem(options.op, **views, **options.plain())
+    if not options.has_functions:
+        return problem, operands
+    from aule.frontends import functions, numpy_flex  # few programs use them
+
+    tree = options.tree_mask
+    if tree is not None:
+        is_bool = isinstance(tree, np.ndarray) and tree.dtype == np.bool_
+        options = functions.with_tree(options, problem.batch, problem.seq_q, is_bool)
+        problem, operands = decode_problem(options.op, **views, **options.plain())
+    return numpy_flex.with_functions(problem, operands, functions.UserFunctions.of_decoding(options))
 
 
 @reports_shortage

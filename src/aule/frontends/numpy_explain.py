@@ -39,9 +39,9 @@ def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> 
 
 
 def flash_attention_varlen(q: Array, k: Array, v: Array, *rest: Any) -> Explanation:
-    """Explain a call of attention on packed batches; ``rest`` ends with the options."""
+    """Explain a call of attention on packed batches; ``rest`` as for the call."""
     problem, operands = front_end.varlen_call(q, k, v, *rest)
-    options: AttentionOptions = rest[-1]
+    options: AttentionOptions = rest[2]
     _, heads, rows, dim = problem.out_shape
     # Results are [rows, heads, dim] in memory.
     view = TensorView(problem.dtype, problem.out_shape, (0, dim, heads * dim, 1), "host", None)
@@ -49,6 +49,14 @@ def flash_attention_varlen(q: Array, k: Array, v: Array, *rest: Any) -> Explanat
         out = front_end.checked_out(options.out, (rows, heads, dim), problem.dtype, op_of(problem))
         view = host_view(problem.dtype, out.transpose(1, 0, 2)[None])
     return _attention(problem, operands, view, options.backend)
+
+
+def flex_attention(q: Array, k: Array, v: Array, *rest: Any) -> Explanation:
+    """Explain a call of attention with functions of the user; ``rest`` as for the call."""
+    from aule.frontends import numpy_flex  # few programs use it
+
+    *given, backend = rest
+    return _attention(*numpy_flex.flex_call(q, k, v, *given), None, backend)
 
 
 def _attention(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,11 @@ from aule.engine.memory import reports_shortage
 from aule.errors import InvalidArgumentError
 from aule.frontends import numpy as front_end
 from aule.frontends.block_mask import MASK_INPUTS, SCORE_INPUTS, BlockMask
-from aule.ops.attention.validate import attention_problem
+from aule.frontends.functions import UserFunctions
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.decode.problem import DecodeProblem
+from aule.ops.decode.validate import DecodeOperands
 from aule.ops.scores.functions import trace as tracing
 from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
 from aule.ops.scores.functions.evaluate import Evaluator
@@ -90,16 +94,14 @@ def _own(function: types.FunctionType, x: Any) -> bool:
 
 
 def traced(
-    function: Callable[..., Any], inputs: Sequence[str], work: str, name: str
+    function: Callable[..., Any], inputs: Sequence[str], work: str, name: str, op: str = tracing.OP
 ) -> tuple[BoundFunction, list[Array]]:
     """The program of a function, and the arrays that it captured."""
     framework = tracing.Framework(
-        lambda x: (
-            front_end.view(_loadable(np.zeros(1, x.dtype), work), f"an array captured by {name}", tracing.OP).dtype
-        ),
+        lambda x: front_end.view(_loadable(np.zeros(1, x.dtype), work), f"an array captured by {name}", op).dtype,
         lambda dtype: {"dtype": _DTYPES[dtype]},
     )
-    return tracing.trace(rebound(function), inputs, work, framework, name)
+    return tracing.trace(rebound(function), inputs, work, framework, name, op)
 
 
 def _loadable(x: Array, work: str) -> Array:
@@ -107,6 +109,31 @@ def _loadable(x: Array, work: str) -> Array:
     if x.dtype == np.float64 and work == "f32":
         return x.astype(np.float32)
     return x.astype({2: np.int32, 4: np.int64}[x.dtype.itemsize]) if x.dtype in _WIDENED else x
+
+
+Problem = TypeVar("Problem", AttentionProblem, DecodeProblem)
+Given = TypeVar("Given", Operands, DecodeOperands)
+
+
+def with_functions(problem: Problem, operands: Given, functions: UserFunctions) -> tuple[Problem, Given]:
+    """A call with the user's functions, traced, and the arrays that they captured."""
+    work = "f64" if problem.dtype == "f64" else "f32"
+    found = {name: traced(function, inputs, work, name, functions.op) for name, _, function, inputs in functions.each()}
+    return bound(problem, operands, found, functions.op)
+
+
+def bound(
+    problem: Problem, operands: Given, found: Mapping[str, tuple[BoundFunction, list[Array]]], op: str
+) -> tuple[Problem, Given]:
+    """A call with traced functions, by the name of the problem's field."""
+    work = "f64" if problem.dtype == "f64" else "f32"
+    views = {
+        f"{buffer}{i}": front_end.view(_loadable(np.asarray(x), work), "a captured array", op)
+        for name, buffer in (("score_mod", SCORE_FUNCTION), ("mask_mod", MASK_FUNCTION))
+        for i, x in enumerate(found[name][1] if name in found else ())
+    }
+    score_mod, mask_mod = (found[name][0] if name in found else None for name in ("score_mod", "mask_mod"))
+    return replace(problem, score_mod=score_mod, mask_mod=mask_mod), replace(operands, captured=views)
 
 
 @reports_shortage
@@ -120,6 +147,16 @@ def flex_attention(
     backend: str | None,
 ) -> tuple[Array, Array]:
     """Attention and its log-sum-exp; finished on return."""
+    problem, operands = flex_call(q, k, v, score_mod, block_mask, scale)
+    out, lse = forward_on_host(problem, operands, host_device(problem.dtype, backend))
+    assert lse is not None
+    return out.reshape(operands.out_shape).view(q.dtype), lse.reshape(operands.lse_shape)
+
+
+def flex_call(
+    q: Array, k: Array, v: Array, score_mod: Callable[..., Any] | None, block_mask: Any, scale: float | None
+) -> tuple[AttentionProblem, Operands]:
+    """Check a call of attention with functions of the user, and trace them."""
     # Keys of one batch serve all, as in PyTorch.
     k, v = (np.broadcast_to(x, (q.shape[0], *x.shape[1:])) if x.shape[0] == 1 else x for x in (k, v))
     views: dict[str, Any] = {
@@ -127,11 +164,9 @@ def flex_attention(
     }
     problem, operands = attention_problem(**views, scale=scale, return_lse=True, op=tracing.OP)
     work = "f64" if problem.dtype == "f64" else "f32"
-    captured: dict[str, Array] = {}
+    found: dict[str, tuple[BoundFunction, list[Array]]] = {}
     if score_mod is not None:
-        found, arrays = traced(score_mod, SCORE_INPUTS, work, "score_mod")
-        problem = replace(problem, score_mod=found)
-        captured |= {f"{SCORE_FUNCTION}{i}": x for i, x in enumerate(arrays)}
+        found["score_mod"] = traced(score_mod, SCORE_INPUTS, work, "score_mod")
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
             raise InvalidArgumentError(
@@ -140,17 +175,8 @@ def flex_attention(
             )
         block_mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         mask_mod = block_mask.mask_mod
-        found, arrays = block_mask.trace(work, lambda: traced(mask_mod, MASK_INPUTS, work, "mask_mod"))
-        problem = replace(problem, mask_mod=found)
-        captured |= {f"{MASK_FUNCTION}{i}": x for i, x in enumerate(arrays)}
-    of_arrays = {
-        name: front_end.view(_loadable(np.asarray(x), work), "a captured array", tracing.OP)
-        for name, x in captured.items()
-    }
-    operands = replace(operands, captured=of_arrays)
-    out, lse = forward_on_host(problem, operands, host_device(problem.dtype, backend))
-    assert lse is not None
-    return out.reshape(operands.out_shape).view(q.dtype), lse.reshape(operands.lse_shape)
+        found["mask_mod"] = block_mask.trace(work, lambda: traced(mask_mod, MASK_INPUTS, work, "mask_mod"))
+    return bound(problem, operands, found, tracing.OP)
 
 
 def mask_evaluator(block_mask: BlockMask) -> Evaluator:

@@ -451,8 +451,8 @@ ERRORS: list[Any] = [
     (Q, (2, 2, 6, 8), (2, 2, 6, 8), {"enable_gqa": True}, ValueError, "multiple of key's"),
     ((2, 1, 5, 8), K, V, {"enable_gqa": True}, ValueError, "multiple of key's"),
     ((5, 8), (6, 8), (6, 8), {"enable_gqa": True}, ValueError, "with enable_gqa, got two axes"),
-    ((1, 1, 2, 257), (1, 1, 2, 257), (1, 1, 2, 8), {}, ValueError, "at most 256, got 257"),
-    ((1, 1, 2, 8), (1, 1, 2, 8), (1, 1, 2, 300), {}, ValueError, "at most 256, got 300"),
+    ((1, 1, 2, 577), (1, 1, 2, 577), (1, 1, 2, 8), {}, ValueError, "at most 576, got 577"),
+    ((1, 1, 2, 8), (1, 1, 2, 8), (1, 1, 2, 600), {}, ValueError, "at most 576, got 600"),
 ]
 
 

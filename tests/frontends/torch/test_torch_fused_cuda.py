@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite", reason="what is compared with needs the CPU engine")
 
 from aule.frontends.torch import passes  # noqa: E402
-from aule.frontends.torch.devices import cuda as torch_cuda  # noqa: E402
+from aule.frontends.torch.devices import streams as torch_streams  # noqa: E402
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_statistics_are_kept_where_arrays_are_large(
     right = gradients("cpu")
     for least, kept in ((1 << 22, False), (6 * 128, True)):
         asked.clear()
-        monkeypatch.setattr(torch_cuda, "_SAVE_FROM", least)
+        monkeypatch.setattr(torch_streams, "_SAVE_FROM", least)
         torch.testing.assert_close(gradients(None), right, rtol=1e-5, atol=1e-5)
         (forward, _, wanted), (backward, given, _) = asked
         assert (forward, backward) == (name, f"{name}_backward")

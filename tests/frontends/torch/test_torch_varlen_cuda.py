@@ -22,7 +22,7 @@ pytest.importorskip("llvmlite", reason="what is compared with needs the CPU engi
 
 from aule.frontends.torch import route as torch_routes  # noqa: E402
 from aule.frontends.torch.devices import base as torch_devices  # noqa: E402
-from aule.frontends.torch.devices import cuda as torch_cuda  # noqa: E402
+from aule.frontends.torch.devices import streams as torch_streams  # noqa: E402
 
 NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64, "u32": np.uint32, "i8": np.int8}
 ROOM = 1 << 15
@@ -110,8 +110,10 @@ def in_place_of_cuda(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
 
     monkeypatch.setattr(torch_routes, "route", route)
     monkeypatch.setattr(torch_routes, "home", lambda tensor: torch_routes.CUDA)
-    monkeypatch.setattr(torch_cuda, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(torch_cuda.Cuda, "remember", lambda *call: None)  # whose results would be on a CUDA device
+    monkeypatch.setattr(torch_streams, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(
+        torch_streams.OnStream, "remember", lambda *call: None
+    )  # whose results would be on a CUDA device
     monkeypatch.setattr(torch_devices, "signatures", Signatures())
     monkeypatch.setattr(registry, "find", lambda spec: made if spec == "cuda:None" else find(spec))
     return made

@@ -121,6 +121,10 @@ class Call(ABC):
         op, size = self.counted_as or self.op, 8 if getattr(bound.problem, "dtype", None) == "f64" else 4
         return prepare(plan, device, op=op, backward=self.backward, memory=memory, itemsize=size)
 
+    def further_outputs(self) -> tuple[Output, ...]:
+        """Results that are known only when the call is planned."""
+        return ()
+
     @abstractmethod
     def host_device(self, foreign: bool) -> Device | None:
         """The device for tensors in host memory; None stands for NumPy. ``foreign`` ones were copied there."""

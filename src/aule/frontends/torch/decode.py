@@ -55,15 +55,17 @@ def _fields(names: tuple[str, ...]) -> itemgetter[tuple[object, ...]]:
 
 
 _arrays, _extras = _fields(tuple(_ARRAYS)), _fields((*_ARRAYS, "out"))
-_plain = _fields(("layout", "causal", "scale", "window", "softcap", "return_lse", "backend"))
+_plain = _fields(("layout", "causal", "scale", "window", "softcap", "return_lse", "backend", "latent"))
 
 
 def repeat_key(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> tuple[Hashable, list[Tensor]] | None:
     """Key and tensors under which a call may be repeated; None if it cannot be.
 
-    It cannot if an option is a tensor, if indices must be converted to int32, or if the longest length of packed
-    queries must be read from the device.
+    It cannot if an option is a tensor, if indices must be converted to int32, if the longest length of packed queries
+    must be read from the device, or if functions must be traced.
     """
+    if options.has_functions:
+        return None
     lens, tables, cu_q, longest = options[:4]
     if (
         (lens is not None and getattr(lens, "dtype", None) is not torch.int32)
@@ -143,15 +145,18 @@ class Decode(Call):
         return Decode(tensors["q"], tensors["k"], tensors["v"], self.options._replace(out=None, **arrays))
 
     def placed(self, on_host: bool) -> Decode:
-        q, k, v = (self.tensors[name] for name in "qkv")
-        options, index = self.options, q.get_device()
+        options, index = self.options, self.tensors["q"].get_device()
         given = [x for x in (options.context_lens, options.block_tables, options.cu_seqlens_q) if x is not None]
         if any(x.dtype is not torch.int32 or (x.get_device() != index and not on_host) for x in given):
             options = self._converted() if on_host else self._brought()
         if not on_host and options.cu_seqlens_q is not None and options.max_seqlen_q is None:
             at = options.cu_seqlens_q
             options = options._replace(max_seqlen_q=int(at.diff().max()) if len(at) > 1 else None)
-        return self if options is self.options else Decode(q, k, v, options, self.repeat_key)
+        return self if options is self.options else self._with_options(options)
+
+    def _with_options(self, options: DecodeOptions) -> Decode:
+        q, k, v = (self.tensors[name] for name in "qkv")
+        return Decode(q, k, v, options, self.repeat_key)
 
     def _converted(self) -> DecodeOptions:
         options = self.options

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aule.dtypes import KERNEL_NAMES, dtype_name, shown
 from aule.errors import BackendUnavailableError, InvalidDtypeError
+from aule.frontends.numpy import VarlenFunctions
 from aule.frontends.torch import decode as decoding
 from aule.frontends.torch import passes, row_ops
 from aule.frontends.torch import route as routes
@@ -22,6 +23,8 @@ from aule.frontends.torch.attention import Forward, repeat_key
 from aule.frontends.torch.autograd import attention, varlen
 from aule.frontends.torch.autograd import row_ops as row_gradients
 from aule.frontends.torch.checks import no_gradient, require_dense, require_tensor
+from aule.frontends.torch.flex import decode as flex_decode
+from aule.frontends.torch.flex.trace import traced_pair
 from aule.frontends.torch.launch import launch as launch
 from aule.frontends.torch.modes import (
     any_autocast,
@@ -137,21 +140,27 @@ def completed(op: str, q: Tensor, options: AttentionOptions) -> AttentionOptions
 
 
 def flash_attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: object, cu_k: object, max_q: int | None, max_k: int | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: tuple[object, object],
+    longest: tuple[int | None, int | None],
     options: AttentionOptions,
-) -> WithLse:  # fmt: skip
+    functions: VarlenFunctions = (None, None),
+) -> WithLse:
     """Attention on packed batches of torch tensors."""
     if read_by_dynamo():
         from aule.frontends.torch.compile import dynamo
 
-        return dynamo.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
+        return dynamo.flash_attention_varlen(q, k, v, offsets, longest, options, functions)
     seeded = type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None
     if seeded or options.deterministic is not False:
         options = completed(VARLEN, q, options)
     refuse_tracing(VARLEN)
-    refuse_transforms(VARLEN, (q, k, v, cu_q, cu_k, *options.arrays().values()), varlen.REMEDY)
+    refuse_transforms(VARLEN, (q, k, v, *offsets, *options.arrays().values()), varlen.REMEDY)
     q, k, v = autocast(q, k, v)
-    return varlen.flash_attention_varlen(q, k, v, packed_call((q, k, v), (cu_q, cu_k), (max_q, max_k), options))
+    packed = packed_call((q, k, v), offsets, longest, options, traced_pair(q, VARLEN, functions))
+    return varlen.flash_attention_varlen(q, k, v, packed)
 
 
 def flex_attention(
@@ -165,10 +174,9 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention with functions of the user, and its log-sum-exp."""
     if read_by_dynamo():
-        from aule.frontends.torch.compile import dynamo
+        from aule.frontends.torch.compile import flex
 
-        found: tuple[Tensor, Tensor] = dynamo.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
-        return found
+        return flex.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
     from aule.frontends.torch.flex import entry  # few programs use it
 
     return entry.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
@@ -194,6 +202,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> WithLse:
     given = (q, k, v, *options.arrays().values(), *options.indices().values())
     refuse_transforms(options.op, given, "call it outside of them, on all that is mapped at once")
     call = decoding.decode_call(q, k, v, options, None if known is None else known[0])
+    if options.has_functions:
+        call = flex_decode.with_functions(call)
     return _with_lse(routes.route(q, options.backend).compute(call), call.options.return_lse)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aule.engine.explain import Chosen, Explanation, choose, explain, views_on
+from aule.frontends.numpy import VarlenFunctions
 from aule.frontends.numpy_explain import ONLY_CPU, STAYS
 from aule.frontends.torch import decode as decoding
 from aule.frontends.torch import entry, row_ops, varlen
@@ -18,12 +20,17 @@ from aule.frontends.torch.autograd import row_ops as row_gradients
 from aule.frontends.torch.calls import Call, Results
 from aule.frontends.torch.checks import keyed, require_tensor
 from aule.frontends.torch.devices.base import Planned
+from aule.frontends.torch.flex import calls as flex_calls
+from aule.frontends.torch.flex import decode as flex_decode
+from aule.frontends.torch.flex import entry as flex_entry
+from aule.frontends.torch.flex.trace import traced_pair
 from aule.frontends.torch.modes import grad_enabled, refuse_transforms
 from aule.frontends.torch.row_ops import Options, RowOp, Tensors
 from aule.frontends.torch.varlen import packed_call
 from aule.frontends.torch.views import aligned, fresh, view_on_device, view_on_host
 from aule.ops.attention.varlen import OP as VARLEN
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.scores.functions.trace import OP as FLEX
 from aule.ops.shared.plan import Plan
 from aule.ops.shared.spec import OpSpec
 from aule.options import AttentionOptions, DecodeOptions
@@ -48,23 +55,53 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
 
 
 def flash_attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: object, cu_k: object, max_q: int | None, max_k: int | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: tuple[object, object],
+    longest: tuple[int | None, int | None],
     options: AttentionOptions,
-) -> Explanation:  # fmt: skip
+    functions: VarlenFunctions = (None, None),
+) -> Explanation:
     """Explain a call of attention on packed batches, and of its gradients if it records them."""
     _check(VARLEN, q, k, v, options)
     options = _completed(VARLEN, q, options)
     q, k, v = _as_autocast_would(q, k, v)
-    packed = packed_call((q, k, v), (cu_q, cu_k), (max_q, max_k), options)
+    packed = packed_call((q, k, v), offsets, longest, options, traced_pair(q, VARLEN, functions))
     training = grad_enabled() and attention_gradients.needs_gradient(q, k, v, options)
     forward = varlen.Forward(q, k, v, packed, training)
     return _explained(forward, _explained(varlen.Backward(_saved(forward), packed)) if training else None)
 
 
+def flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    backend: str | None,
+) -> Explanation:
+    """Explain a call of attention with functions of the user, and of its gradients if it records them."""
+    options = flex_entry.options_of(scale, backend)
+    _check(FLEX, q, k, v, options)
+    q, k, v = _as_autocast_would(q, k, v)
+    k, v = flex_entry.shared_keys(q, k, v)
+    functions = flex_entry.functions_of(score_mod, block_mask, q, k)
+    wanted = [x for x in functions.of_score.values() if x.requires_grad]
+    if not (grad_enabled() and (wanted or any(x.requires_grad for x in (q, k, v)))):
+        return _explained(flex_calls.Forward(q, k, v, options, functions, None))
+    forward = flex_calls.Forward(q, k, v, options, functions, True)
+    options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
+    backward = flex_calls.Backward(_saved(forward), options, functions, bool(wanted), None)
+    return _explained(forward, _explained(backward))
+
+
 def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Explanation:
     """Explain a call of attention over a cache."""
     refuse_transforms(options.op, (q, k, v), _OUTSIDE)
-    return _explained(decoding.decode_call(q, k, v, options))
+    call = decoding.decode_call(q, k, v, options)
+    return _explained(flex_decode.with_functions(call) if options.has_functions else call)
 
 
 def row_op(name: str, tensors: tuple[Tensor | None, ...], options: Options, backend: str | None) -> Explanation:

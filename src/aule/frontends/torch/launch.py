@@ -1,4 +1,4 @@
-"""Launches of a user's own kernels on torch tensors: CUDA tensors in place, CPU tensors as NumPy arrays."""
+"""Launches of a user's own kernels on torch tensors: CUDA and ROCm tensors in place, CPU tensors as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from aule.engine.launch import Buffer, check_arguments, loaded, seen
 from aule.errors import DeviceMismatchError, InvalidArgumentError
 from aule.frontends import numpy as numpy_front_end
 from aule.frontends.torch import route
-from aule.frontends.torch.devices.cuda import raw_stream
+from aule.frontends.torch.devices import streams
 from aule.frontends.torch.views import written
 from aule.ir import KernelIR
+from aule.runtime._stream_device import StreamDevice
 from aule.runtime.base import Grid
-from aule.runtime.cuda import CudaDevice
 
 
 def launch(kernel: KernelIR, grid: Grid, args: Sequence[Any], backend: str | None) -> None:
@@ -44,11 +44,11 @@ def launch(kernel: KernelIR, grid: Grid, args: Sequence[Any], backend: str | Non
     home = homes.pop()
     if home.type == "cpu":
         numpy_front_end.launch(kernel, grid, [_array(x) for x in given], backend)
-    elif home.type == "cuda" and route.CUDA_BUILD:
-        _on_cuda(kernel, grid, given, backend, home)
+    elif (gpu := route.gpu_of(tensors[0])) is not None and gpu.kind == "cuda":
+        _on_stream(kernel, grid, given, backend or f"{gpu.backend}:{home.index}", home)
     else:
         raise DeviceMismatchError(
-            f"[launch] {kernel.name} expected tensors on the CPU or an NVIDIA GPU, got {home}; use .cpu(), and "
+            f"[launch] {kernel.name} expected tensors on the CPU or a GPU of CUDA or ROCm, got {home}; use .cpu(), and "
             "backend= for the device that computes"
         )
 
@@ -59,9 +59,9 @@ def _array(x: Any) -> Any:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def _on_cuda(kernel: KernelIR, grid: Grid, args: list[Any], backend: str | None, home: torch.device) -> None:
-    device = registry.find(backend or f"cuda:{home.index}")
-    if not isinstance(device, CudaDevice) or device.index != home.index:
+def _on_stream(kernel: KernelIR, grid: Grid, args: list[Any], backend: str, home: torch.device) -> None:
+    device = registry.find(backend)
+    if not isinstance(device, StreamDevice) or device.index != home.index:
         raise DeviceMismatchError(
             f"[launch] {kernel.name} expected tensors on {backend}, got {home}; move them or drop backend="
         )
@@ -70,7 +70,7 @@ def _on_cuda(kernel: KernelIR, grid: Grid, args: list[Any], backend: str | None,
         memory = [device.wrap(x.data_ptr(), x.nbytes, x) if isinstance(x, Tensor) else x for x in args]
         ready = loaded(kernel, device)
         with seen(kernel, device):
-            device.launch(ready, grid, memory, raw_stream(device.index))
+            device.launch(ready, grid, memory, streams.raw_stream(device.index))
 
 
 def _described(x: Tensor) -> Buffer:

@@ -1,4 +1,4 @@
-"""Chooses the route of a call: CUDA, the host, Apple's GPUs, or copies through the host.
+"""Chooses the route of a call: in place on a GPU or the host, or copies through the host.
 
 To add a device, write a `Route` in ``devices/`` and give `ROUTES` a line.
 """
@@ -14,18 +14,15 @@ from torch import Tensor
 from aule import settings
 from aule.backends import registry
 from aule.errors import AuleError
-from aule.frontends.torch.devices import mps
+from aule.frontends.torch.devices import cuda, hip, mps
 from aule.frontends.torch.devices.base import Route
-from aule.frontends.torch.devices.cuda import Cuda
 from aule.frontends.torch.devices.host import Host
 from aule.frontends.torch.devices.staged import Staged
 
-CUDA_BUILD = torch.version.cuda is not None
-"""Whether tensors that PyTorch calls cuda are NVIDIA's; ROCm calls its own so, too."""
-
 HOST = Host()
 STAGED = Staged()
-CUDA = Cuda()
+CUDA = cuda.Cuda()
+HIP = hip.Hip()
 MPS = mps.Mps(STAGED)
 
 
@@ -39,13 +36,15 @@ class _Gpu(NamedTuple):
 
 
 ROUTES = (
-    _Gpu("cuda", "cuda", CUDA, lambda: CUDA_BUILD),
+    _Gpu("cuda", "cuda", CUDA, lambda: cuda.BUILD),
+    _Gpu("cuda", "hip", HIP, hip.available),
     _Gpu("mps", "metal", MPS, mps.available),
 )
 """ADD A DEVICE HERE. CPU tensors take `HOST`; all others go through the host."""
 
 
-def _gpu(tensor: Tensor) -> _Gpu | None:
+def gpu_of(tensor: Tensor) -> _Gpu | None:
+    """The route of a tensor's device if it is used in place and not the host."""
     kind = "cuda" if tensor.is_cuda else tensor.device.type  # device.type is slow
     for gpu in ROUTES:
         if gpu.kind == kind and gpu.available():
@@ -57,7 +56,7 @@ def home(tensor: Tensor) -> Route:
     """The route of a tensor when no backend is chosen."""
     if tensor.is_cpu:
         return HOST
-    gpu = _gpu(tensor)
+    gpu = gpu_of(tensor)
     return STAGED if gpu is None else gpu.route
 
 
@@ -65,7 +64,7 @@ def route(tensor: Tensor, backend: str | None) -> Route:
     """The route of a call on a tensor. ``backend=`` or ``AULE_BACKEND`` may take a GPU's tensor through the host."""
     if tensor.is_cpu:
         return HOST
-    gpu = _gpu(tensor)
+    gpu = gpu_of(tensor)
     if gpu is None:
         return STAGED
     wanted = registry.requested_backend(backend) or gpu.backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -13,6 +14,7 @@ from aule.frontends.torch import attention
 from aule.frontends.torch.attention import AttentionCall, Saved, operands, options_with_tensors, saved_of
 from aule.frontends.torch.calls import Call, Output
 from aule.frontends.torch.checks import integers, keyed, require_plain, require_same_device
+from aule.frontends.torch.functions import Functions
 from aule.frontends.torch.views import Array, ViewOf, tensor_like
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
@@ -21,12 +23,19 @@ from aule.options import AttentionOptions
 
 
 class Packed:
-    """Arguments of a call on packed batches besides q, k and v: offsets, the longest lengths, and options."""
+    """Arguments of a call on packed batches besides q, k and v: offsets, the longest lengths, options and functions."""
 
     def __init__(
-        self, cu_q: Tensor, cu_k: Tensor, max_q: int | None, max_k: int | None, options: AttentionOptions
+        self,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int | None,
+        max_k: int | None,
+        options: AttentionOptions,
+        functions: Functions | None = None,
     ) -> None:
         self.cu_q, self.cu_k, self.max_q, self.max_k, self.options = cu_q, cu_k, max_q, max_k, options
+        self.functions = functions
 
     @cached_property
     def longest(self) -> tuple[int, int]:
@@ -43,6 +52,7 @@ def packed_call(
     offsets: tuple[object, object],
     longest: tuple[int | None, int | None],
     options: AttentionOptions,
+    functions: Functions | None = None,
 ) -> Packed:
     """Check that all tensors are plain and on the device of ``q``.
 
@@ -58,7 +68,7 @@ def packed_call(
     require_same_device(OP, given)
     q = tensors[0]
     at_q, at_k = (_offsets(f"cu_seqlens_{name}", x, q) for name, x in zip("qk", offsets, strict=True))
-    return Packed(at_q, at_k, *longest, options)
+    return Packed(at_q, at_k, *longest, options, functions)
 
 
 def _offsets(name: str, offsets: object, q: Tensor) -> Tensor:
@@ -81,15 +91,25 @@ class _PackedCall(AttentionCall):
         self.tensors = tensors | {"cu_q": packed.cu_q, "cu_k": packed.cu_k}
         self.longest = packed.max_q, packed.max_k
         self.option_key = (type(self), *options.plain().values())
+        if packed.functions is not None:
+            self.tensors |= packed.functions.captured
+            self.option_key = (*self.option_key, packed.functions.score_mod, packed.functions.mask_mod)
 
     def problem(self, view: ViewOf) -> tuple[AttentionProblem, Operands]:
         max_q, max_k = self.longest
-        return varlen_problem(**self.views(view), max_q=max_q, max_k=max_k, **self.options.plain())
+        problem, found = varlen_problem(**self.views(view), max_q=max_q, max_k=max_k, **self.options.plain())
+        functions = self.packed.functions
+        if functions is None:
+            return problem, found
+        captured = {name: view(self.tensors[name], "a captured tensor", OP, "q") for name in functions.captured}
+        problem = replace(problem, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
+        return problem, replace(found, captured=captured)
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> Packed:
         packed = self.packed
         options = options_with_tensors(packed.options, tensors)
-        return Packed(tensors["cu_q"], tensors["cu_k"], packed.max_q, packed.max_k, options)
+        functions = None if packed.functions is None else packed.functions.with_tensors(tensors)
+        return Packed(tensors["cu_q"], tensors["cu_k"], packed.max_q, packed.max_k, options, functions)
 
     def placed(self, on_host: bool) -> Call:
         if not on_host:

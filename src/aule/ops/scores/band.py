@@ -133,6 +133,32 @@ def _multiplied(a: list[list[Value]], b: list[list[Value]]) -> list[list[Value]]
     return [[x * y for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)]
 
 
+def score_function(p: Parameters) -> mod.Modifier:
+    """The user's function of scores. One for all rows, which share what they have in common."""
+    function, unit = p.config.score_function, p.config.score_unit
+    assert function is not None
+    emitter = Emitter(p, function, SCORE_FUNCTION, unit)
+    derivative = derivatives(function)
+    slopes = Emitter(p, derivative, SCORE_FUNCTION, unit)
+
+    def slope(b: Builder, before: Value, after: Value, site: mod.Site) -> Value:
+        return slopes.results(site, before)[0]
+
+    return mod.Modifier(lambda b, s, site: emitter.score(site, s), True, None if derivative.is_one else slope)
+
+
+def mask_function(p: Parameters) -> mod.Modifier:
+    """The user's function that says which keys are kept."""
+    return mod.Modifier(_dropping(keeps(p)), everywhere=p.config.calls_mask)
+
+
+def keeps(p: Parameters) -> Callable[[mod.Site], Value]:
+    """Tells whether the user's function keeps a key."""
+    function = p.config.mask_function
+    assert function is not None
+    return Emitter(p, function, MASK_FUNCTION, p.config.score_unit).keeps
+
+
 class Scores:
     """Band, modifiers and dropout of the scores of one batch."""
 
@@ -227,30 +253,18 @@ class Scores:
         """Draws the weights that are kept; None without dropout."""
         if not self.config.dropout:
             return None
-        p = self.p
-        return Dropout(self.b, p.number("dropout_limit", u32), p.buffer("seed", u32), p.strided("seed"))
+        p, start = self.p, None
+        if self.config.dropout_origin:
+            start = tuple(p.number(f"dropout_{name}", u32) for name in ("octet", "row", "head"))
+        return Dropout(self.b, p.number("dropout_limit", u32), p.buffer("seed", u32), p.strided("seed"), start)
 
     @cached_property
     def _score_function(self) -> mod.Modifier:
-        """The user's function of scores. One for all rows, which share what they have in common."""
-        function, unit = self.config.score_function, self.config.score_unit
-        assert function is not None
-        emitter = Emitter(self.p, function, SCORE_FUNCTION, unit)
-        derivative = derivatives(function)
-        slopes = Emitter(self.p, derivative, SCORE_FUNCTION, unit)
-
-        def slope(b: Builder, before: Value, after: Value, site: mod.Site) -> Value:
-            return slopes.results(site, before)[0]
-
-        return mod.Modifier(lambda b, s, site: emitter.score(site, s), True, None if derivative.is_one else slope)
+        return score_function(self.p)
 
     @cached_property
     def _mask_function(self) -> mod.Modifier:
-        """The user's function that says which keys are kept."""
-        config = self.config
-        assert config.mask_function is not None
-        keeps = Emitter(self.p, config.mask_function, MASK_FUNCTION, config.score_unit).keeps
-        return mod.Modifier(_dropping(keeps), everywhere=config.calls_mask)
+        return mask_function(self.p)
 
     def _reader(self, name: str, dtype: str, head: Value, columns: Columns) -> Callable[[mod.Site], Value]:
         """A function that reads an element of a mask or bias, or a vector; rows and columns past the end read the

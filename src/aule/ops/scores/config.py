@@ -32,6 +32,8 @@ class ScoreConfig:
     tiles_listed : bool
         `mask_prepass` has listed the tiles in which the mask keeps anything; it is applied to those partly dropped. The
         mask is the array or, without one, the function.
+    dropout_origin : bool
+        Rows, keys and heads of dropout count from those of a larger problem.
     packed : bool
         Sequences of different lengths are concatenated; buffers hold where each begins.
     lens : bool
@@ -63,6 +65,7 @@ class ScoreConfig:
     sinks: bool = False
     lse: bool = False
     dropout: bool = False
+    dropout_origin: bool = False
     packed: bool = False
     lens: bool = False
     paging: Paging = "none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,12 +27,20 @@ REMEDY = "call flash_attention on each sequence"
 def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor | tuple[Tensor, Tensor]:
     """Attention on packed batches, with gradients if a tensor needs one; `packed_call` has checked the call."""
     options = packed.options
+    if grad_enabled() and packed.functions is not None:
+        _refuse_captured(packed.functions.captured.values())
     if grad_enabled() and needs_gradient(q, k, v, options):
         _check(q, options)
         out, lse = _Packed.apply(q, k, v, options.sinks, packed)
         return (out, lse) if options.return_lse else out
     found = route.route(q, options.backend).compute(Forward(q, k, v, packed, False))
     return (found[0], found[1].float()) if options.return_lse else found[0]  # type: ignore
+
+
+def _refuse_captured(tensors: Iterable[Tensor]) -> None:
+    if any(x.requires_grad for x in tensors):
+        remedy = "detach it, or use aule.flex_attention, which has gradients of captured tensors"
+        raise no_gradient("a captured tensor", remedy, OP)
 
 
 def _check(q: Tensor, options: AttentionOptions) -> None:

@@ -51,6 +51,4 @@ scaled_dot_product_attention = torch.compiler.allow_in_graph(_scaled_dot_product
 installed = torch.compiler.allow_in_graph(_installed)
 flash_attention_varlen = torch.compiler.disable(entry.flash_attention_varlen)
 decode = torch.compiler.disable(entry.decode)
-flex_attention = torch.compiler.disable(entry.flex_attention)
-"""Packed batches, decoding and functions of the user have no operator: a graph ends before such a call, and the next
-begins after it."""
+"""Packed batches and decoding have no operator: a graph ends before such a call, and the next begins after it."""

@@ -217,20 +217,20 @@ attention_backward.register_autograd(_no_more)
 Shape = Sequence[int]
 
 
-def _flops(q_shape: Shape, k_shape: Shape, v_shape: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def flops(q_shape: Shape, k_shape: Shape, v_shape: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """Two per multiply-add of both products, whatever masks leave out, as PyTorch counts its own."""
     return int(2 * math.prod(q_shape[:-1]) * k_shape[-2] * (q_shape[-1] + v_shape[-1]))
 
 
-def _backward_flops(
+def backward_flops(
     dout: Shape, out: Shape, lse: Shape, q_shape: Shape, k_shape: Shape, v_shape: Shape, *_: Any, **__: Any
 ) -> int:
     """Three products over the head dimension and two over the values', as PyTorch counts its own."""
     return int(2 * math.prod(q_shape[:-1]) * k_shape[-2] * (3 * q_shape[-1] + 2 * v_shape[-1]))
 
 
-register_flop_formula(torch.ops.aule.attention)(_flops)
-register_flop_formula(torch.ops.aule.attention_backward)(_backward_flops)
+register_flop_formula(torch.ops.aule.attention)(flops)
+register_flop_formula(torch.ops.aule.attention_backward)(backward_flops)
 
 
 # -- functorch ---------------------------------------------------------------------------------------------------------

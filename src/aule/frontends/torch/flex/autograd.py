@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from aule.frontends.torch import route
 from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.autograd.refuse import refuse_second
 from aule.frontends.torch.checks import no_gradient
-from aule.frontends.torch.flex.calls import Backward, Forward, Functions
+from aule.frontends.torch.flex import lists
+from aule.frontends.torch.flex.calls import Backward, Forward
 from aule.frontends.torch.flex.captured import captured_gradients
+from aule.frontends.torch.functions import Functions
 from aule.ops.scores.functions.emit import MASK_FUNCTION
 from aule.ops.scores.functions.trace import OP
 from aule.options import AttentionOptions
@@ -23,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, function
     """Attention and its log-sum-exp; differentiable where a tensor asks for it."""
     tensors = (q, k, v, *functions.captured.values())
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-        return _compute(q, k, v, options, functions, None)
+        return compute(q, k, v, options, functions, None)
     for name, x in functions.captured.items():
         if x.requires_grad and name.startswith(MASK_FUNCTION):
             raise no_gradient("a tensor captured by a mask function", "detach it: a mask has no gradient", OP)
@@ -32,13 +36,35 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, function
     return found
 
 
-def _compute(
+def compute(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, functions: Functions, training: bool | None
 ) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp."""
     call = Forward(q, k, v, options, functions, training)
-    out, lse = route.route(q, options.backend).compute(call)
+    out, lse = lists.compute(route.route(q, options.backend), call)
     assert out is not None and lse is not None
     return out, lse
+
+
+def gradients(
+    saved: Saved, dlse: Tensor | None, options: AttentionOptions, functions: Functions, wanted: Sequence[str]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Gradients of q, k, v and of the captured tensors ``wanted``, by buffer name."""
+    if dlse is not None:
+        # A row that keeps no key has a log-sum-exp of -inf, and depends on nothing.
+        dlse = torch.where(saved.lse == -torch.inf, 0.0, dlse.resolve_neg()).to(saved.lse.dtype).contiguous()
+    if torch.are_deterministic_algorithms_enabled():
+        options = options._replace(deterministic=True)
+    q, k = saved.q, saved.k
+    call = Backward(saved, options, functions, bool(wanted), dlse)
+    dq, dk, dv, *rest = lists.compute(route.route(q, options.backend), call)
+    assert dq is not None and dk is not None and dv is not None
+    if not wanted:
+        return dq, dk, dv, {}
+    ds = rest[0]
+    assert ds is not None
+    scale = options.scale if options.scale is not None else q.shape[-1] ** -0.5
+    return dq, dk, dv, captured_gradients(functions, wanted, ds, q, k, scale)
 
 
 class _Flex(torch.autograd.Function):  # type: ignore[misc]
@@ -53,10 +79,10 @@ class _Flex(torch.autograd.Function):  # type: ignore[misc]
         names: list[str],
         *captured: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _compute(q, k, v, options, functions, True)
+        out, lse = compute(q, k, v, options, functions, True)
         # Without the tensors, which are saved as such.
         ctx.options, ctx.names, ctx.caller = options, names, observe.caller.get()
-        ctx.functions = Functions(functions.score_mod, functions.mask_mod, {})
+        ctx.functions = replace(functions, captured={})
         ctx.save_for_backward(q, k, v, out, lse, *captured)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -65,30 +91,15 @@ class _Flex(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         q, k, v, out, lse, *captured = saved
-        nothing = (None,) * (6 + len(captured))
         if dout is None and dlse is None:
-            return nothing
-        functions = Functions(
-            ctx.functions.score_mod, ctx.functions.mask_mod, dict(zip(ctx.names, captured, strict=True))
-        )
+            return (None,) * (6 + len(captured))
+        functions = replace(ctx.functions, captured=dict(zip(ctx.names, captured, strict=True)))
         wanted = [name for name, want in zip(ctx.names, ctx.needs_input_grad[6:], strict=True) if want]
         given = tuple(x for x in (dout, dlse) if x is not None)
         with torch.no_grad(), observe.called_by(ctx.caller):
             dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
-            if dlse is not None:
-                # A row that keeps no key has a log-sum-exp of -inf, and depends on nothing.
-                dlse = torch.where(lse == -torch.inf, 0.0, dlse.resolve_neg()).to(lse.dtype).contiguous()
-            options = ctx.options
-            if torch.are_deterministic_algorithms_enabled():
-                options = options._replace(deterministic=True)
-            call = Backward(Saved(q, k, v, out, lse, dout), options, functions, bool(wanted), dlse)
-            dq, dk, dv, *rest = route.route(q, options.backend).compute(call)
-            found = {}
-            if wanted:
-                ds = rest[0]
-                assert ds is not None
-                scale = options.scale if options.scale is not None else q.shape[-1] ** -0.5
-                found = captured_gradients(functions, wanted, ds, q, k, scale)
-        gradients = (dq, dk, dv, *(found.get(name) for name in ctx.names))
-        dq, dk, dv, *rest = refuse_second(gradients, *given, *saved, op=OP)
+            kept = Saved(q, k, v, out, lse, dout)
+            dq, dk, dv, found = gradients(kept, dlse, ctx.options, functions, wanted)
+        results = (dq, dk, dv, *(found.get(name) for name in ctx.names))
+        dq, dk, dv, *rest = refuse_second(results, *given, *saved, op=OP)
         return (dq, dk, dv, None, None, None, *rest)

@@ -3,66 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from aule.errors import DeviceMismatchError
 from aule.frontends.torch import attention
 from aule.frontends.torch.attention import Saved, options_with_tensors, saved_of
-from aule.frontends.torch.flex.trace import loaded_dtype
+from aule.frontends.torch.calls import Bound, Output
+from aule.frontends.torch.functions import Functions
 from aule.frontends.torch.views import ViewOf
+from aule.ops.attention.plan.lists import LISTS, lists_of, with_lists
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
-from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
-from aule.ops.scores.functions.program import BoundFunction
 from aule.ops.scores.functions.trace import OP
+from aule.ops.shared.plan import Plan
 from aule.options import AttentionOptions
+from aule.runtime.base import Device
 
 
-@dataclass(frozen=True)
-class Functions:
-    """The user's functions of one call, with the tensors that they captured by buffer name."""
-
-    score_mod: BoundFunction | None
-    mask_mod: BoundFunction | None
-    captured: Mapping[str, Tensor]
-
-    @staticmethod
-    def of(
-        score: tuple[BoundFunction, list[Tensor]] | None, mask: tuple[BoundFunction, list[Tensor]] | None
-    ) -> Functions:
-        """Functions as `trace` gives them."""
-        named: dict[str, Tensor] = {}
-        for name, found in ((SCORE_FUNCTION, score), (MASK_FUNCTION, mask)):
-            named |= {f"{name}{i}": x for i, x in enumerate(found[1] if found else ())}
-        return Functions(score and score[0], mask and mask[0], named)
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Functions:
-        """The same functions with other captured tensors."""
-        return replace(self, captured={name: tensors[name] for name in self.captured})
-
-    def checked(self, q: Tensor) -> Functions:
-        """Refuse captured tensors of another device than ``q``; numbers on the CPU are moved, as PyTorch does.
-
-        Types that kernels do not load are converted.
-        """
-        found = {}
-        for name, x in self.captured.items():
-            if x.device != q.device:
-                if x.dim() or not x.is_cpu:
-                    raise DeviceMismatchError(
-                        f"[{OP}] expected captured tensors on {q.device} like query, got {x.device}; move it with .to"
-                    )
-                x = x.to(q.device)
-            found[name] = x.to(loaded_dtype(x.dtype, q))
-        return replace(self, captured=found)
-
-
-class _FlexCall(attention.AttentionCall):
+class FlexCall(attention.AttentionCall):
     """What both passes share."""
 
     functions: Functions
+    lists: Mapping[str, Tensor] | None = None
+    """Lists of the mask's tiles that an earlier call made; empty if this call is to return its own."""
+    made: Mapping[str, int] = {}
+    """Sizes of the lists that it returns, in 32-bit words; known when it is planned."""
 
     def _add(self, functions: Functions) -> None:
         self.op, self.functions, self.repeat_key = OP, functions, None
@@ -76,8 +44,32 @@ class _FlexCall(attention.AttentionCall):
         problem = replace(problem, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
         return problem, replace(found, captured=captured)
 
+    def with_lists(self, lists: Mapping[str, Tensor] | None) -> FlexCall:
+        """The call with lists of tiles that were made before; with None it makes them, as further results."""
+        call = copy(self)
+        call.lists = lists or {}
+        call.tensors = {**self.tensors, **call.lists}
+        call.option_key = (*self.option_key, "lists", tuple(call.lists))
+        call.results = self.results if lists else (*self.results, *LISTS)
+        return call
 
-class Forward(_FlexCall, attention.Forward):
+    def listed(self, bound: Bound, plan: Plan) -> Plan:
+        """The plan of the pass, with lists of tiles as operands or results."""
+        if self.lists is None:
+            return plan
+        wide = 2 if getattr(bound.problem, "dtype", None) == "f64" else 1
+        words = {name: n * wide for name, n in lists_of(plan).items()}
+        if not self.lists:
+            self.made = words
+        elif words != {name: x.numel() for name, x in self.lists.items()}:  # the plan has other tiles by now
+            return plan
+        return with_lists(plan, bool(self.lists))
+
+    def further_outputs(self) -> tuple[Output, ...]:
+        return tuple(Output(name, torch.int32, (n,)) for name, n in self.made.items())
+
+
+class Forward(FlexCall, attention.Forward):
     """Attention and its log-sum-exp."""
 
     def __init__(
@@ -86,13 +78,16 @@ class Forward(_FlexCall, attention.Forward):
         super().__init__(q, k, v, options, training, key=())
         self._add(functions)
 
+    def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
+        return self.listed(bound, super().plan(bound, device, aligned))
+
     def with_tensors(self, tensors: dict[str, Tensor]) -> Forward:
         options = options_with_tensors(self.options, tensors)
         functions = self.functions.with_tensors(tensors)
         return Forward(tensors["q"], tensors["k"], tensors["v"], options, functions, self.training)
 
 
-class Backward(_FlexCall, attention.Backward):
+class Backward(FlexCall, attention.Backward):
     """Gradients of q, k and v and, for those of captured tensors, of the modified scores (``ds``)."""
 
     def __init__(
@@ -102,6 +97,9 @@ class Backward(_FlexCall, attention.Backward):
         if dlse is not None:
             self.tensors |= {"dlse": dlse}
         self._add(functions)
+
+    def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
+        return self.listed(bound, super().plan(bound, device, aligned))
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Backward:
         options, functions = options_with_tensors(self.options, tensors), self.functions.with_tensors(tensors)

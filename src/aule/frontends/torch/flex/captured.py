@@ -8,24 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aule.frontends.torch.flex.calls import Functions
+from aule.frontends.torch.functions import Functions
 from aule.ops.scores.functions.differentiate import derivatives
 from aule.ops.scores.functions.emit import SCORE_FUNCTION
+from aule.ops.scores.functions.evaluate import NAMES
 from aule.ops.scores.functions.program import Node, ScoreFunction
 
 _DTYPES = {
     "bool": torch.bool, "i32": torch.int32, "i64": torch.int64, "f32": torch.float32, "f64": torch.float64,
 }  # fmt: skip
-_OPERATIONS: dict[str, Any] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "floordiv": torch.floor_divide,
-    "mod": torch.remainder, "min": torch.minimum, "max": torch.maximum, "and": torch.bitwise_and,
-    "or": torch.bitwise_or, "xor": torch.bitwise_xor, "shl": torch.bitwise_left_shift,
-    "shr": torch.bitwise_right_shift, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq,
-    "ne": torch.ne, "neg": torch.neg, "abs": torch.abs, "not": torch.bitwise_not, "exp": torch.exp,
-    "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
-    "sin": torch.sin, "cos": torch.cos, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "floor": torch.floor,
-    "where": torch.where, "detach": torch.clone,
+_OTHERS = {
+    "eq": "eq", "shl": "bitwise_left_shift", "shr": "bitwise_right_shift", "detach": "clone", "rsqrt": "rsqrt",
+    "sigmoid": "sigmoid",
 }  # fmt: skip
+"""Functions that torch has under other names than NumPy."""
+_FUNCTIONS: dict[str, Any] = {op: getattr(torch, name) for op, name in (NAMES | _OTHERS).items()}
 
 
 def captured_gradients(
@@ -110,5 +107,5 @@ def _value(
     if node.op in ("score", "batch", "head", "query", "key"):
         given = inputs.get(node.op, 0.0)  # a score that no result needs
         return given if isinstance(given, Tensor) else torch.tensor(given, dtype=dtype, device=device)
-    found: Tensor = _OPERATIONS[node.op](*args)
+    found: Tensor = _FUNCTIONS[node.op](*args)
     return found

@@ -13,9 +13,14 @@ from torch.nn import Parameter
 from aule.backends import registry
 from aule.engine.observe import called_by
 from aule.errors import AuleError
+from aule.frontends.torch.checks import NAMES
 from aule.frontends.torch.flex.entry import flex_attention as compute
+from aule.frontends.torch.modes import read_by_dynamo
 from aule.frontends.torch.route import home
 from aule.frontends.torch.sdpa.functions import replace_imports
+from aule.ops.attention.validate import attention_problem
+from aule.ops.scores.functions.trace import OP
+from aule.view import TensorView
 
 _NAME = "flex_attention"
 _made: dict[Any, Any] = {}
@@ -63,7 +68,7 @@ def _replacement(
         if active:
             try:
                 with called_by("install"):
-                    result = _served(backend, *arguments, **options)
+                    result = _served(compute, backend, *arguments, **options)
             except _PassOn as reason:
                 count(str(reason))
             except AuleError as error:
@@ -73,16 +78,58 @@ def _replacement(
                 return result
         return original(*arguments, **options)
 
+    count_in_graph = torch.compiler.assume_constant_result(count)
+
     def flex_attention(*arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():  # part of a larger graph, which holds PyTorch's operator
-            return original(*arguments, **options)
-        return serve(arguments, options)
+        if not read_by_dynamo():
+            return serve(arguments, options)
+        active, backend = settings_now()
+        if active:
+            try:
+                result = _served(_in_graph, backend, *arguments, **options)
+            except _PassOn as reason:
+                count_in_graph(f"{reason.args[0]}")
+            else:
+                count_in_graph(None)
+                return result
+        return original(*arguments, **options)
 
-    # torch.compile(flex_attention) then calls it as it is.
-    from torch._dynamo.eval_frame import skip_code
-
-    skip_code(flex_attention.__code__)
     return wraps(original)(flex_attention)
+
+
+def _in_graph(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float | None, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """The operator of a graph; Dynamo reads this function."""
+    from aule.frontends.torch.compile import flex  # imports the compiler
+
+    reason = _refusal(f"{q.dtype}", q.shape[-1], v.shape[-1])
+    found = None if reason else flex.in_graph(q, k, v, score_mod, block_mask, scale, backend)
+    if found is None:
+        raise _PassOn(reason or "a function that aule cannot trace")
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refusal(dtype: str, head_dim: int, value_dim: int) -> str | None:
+    """Why tensors of a type and head dimension are not served; None if they are. Called while a graph is made."""
+    kind = NAMES.get(getattr(torch, dtype.removeprefix("torch.")), dtype)
+    q, v = (TensorView(kind, (1, 1, 1, dim), (dim, dim, dim, 1), "cpu", None) for dim in (head_dim, value_dim))
+    try:
+        attention_problem(q=q, k=q, v=v, op=OP)
+    except AuleError as error:
+        return error.code
+    return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _missing_engine() -> str | None:
+    """Why the CPU engine cannot serve; None if it can. NumPy would be slower than PyTorch."""
+    try:
+        registry.find("cpu")
+    except AuleError as error:
+        return error.code
+    return None
 
 
 class _PassOn(Exception):
@@ -90,6 +137,7 @@ class _PassOn(Exception):
 
 
 def _served(
+    compute: Callable[..., tuple[Tensor, Tensor]],
     backend: str | None,
     query: Tensor,
     key: Tensor,
@@ -103,6 +151,7 @@ def _served(
     *,
     return_aux: Any = None,
 ) -> Any:
+    """What PyTorch's function would return, by a function that computes it; Dynamo reads this function."""
     for x in (query, key, value):
         if type(x) not in (Tensor, Parameter) or x.dim() != 4:
             raise _PassOn("not plain tensors of four axes")
@@ -112,8 +161,9 @@ def _served(
         raise _PassOn("max_scores")
     if backend is None and not home(query).in_place:
         raise _PassOn(f"tensors of {query.device.type}")
-    if backend is None and query.is_cpu:
-        registry.find("cpu")  # NumPy would be slower than PyTorch
+    missing = _missing_engine() if backend is None and query.is_cpu else None
+    if missing is not None:
+        raise _PassOn(missing)
     out, lse = compute(query, key, value, score_mod, block_mask, scale, backend)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aule.errors import DeviceMismatchError, InvalidArgumentError
 from aule.frontends.block_mask import MASK_INPUTS, BlockMask
+from aule.frontends.torch.flex.lists import state_of
 from aule.frontends.torch.flex.trace import traced
 from aule.ops.scores.functions.evaluate import Evaluator
 from aule.ops.scores.functions.program import BoundFunction
@@ -19,31 +20,47 @@ _NO_MASK = 1 << 30
 """Blocks of PyTorch's mask that stands for none are this long."""
 
 
-def mask_of(given: Any, q: Tensor, keys: int) -> tuple[BoundFunction, list[Tensor]] | None:
-    """The mask function of a call with queries ``q``, and the tensors that it captured; None if nothing is dropped."""
-    if given is None:
-        return None
+def mask_of(
+    given: Any, q: Tensor, keys: int
+) -> tuple[tuple[BoundFunction, list[Tensor]] | None, tuple[dict[Any, Any], Any] | None]:
+    """The mask function of a call with queries ``q``, and the tensors that it captured, None if nothing is dropped; and
+    where the mask keeps lists of tiles, with the state that they belong to."""
     if isinstance(given, BlockMask):
         work = "f64" if q.dtype == torch.float64 else "f32"
         found = given.trace((work, q.device), lambda: traced(given.mask_mod, MASK_INPUTS, q, "mask_mod"))
         given.check(q.shape[0], q.shape[1], q.shape[2], keys)
-        return found
+        state = state_of(found[1])
+        return found, None if state is None else (given.lists, state)
+    if given is None or _keeps_all(given, q):
+        return None, None
+    made_of = _state(given)
+    known = getattr(given, "_aule_mask", None)
+    if known is None or known[0] != made_of:
+        known = given._aule_mask = made_of, _of_torch(given)
+    return mask_of(known[1], q, keys)
+
+
+def as_block_mask(given: Any, q: Tensor) -> BlockMask | None:
+    """A mask of blocks, ours or PyTorch's; None if nothing is dropped. Dynamo reads this function."""
+    if given is None or isinstance(given, BlockMask):
+        return given
+    return None if _keeps_all(given, q) else _of_torch(given)
+
+
+def _keeps_all(given: Any, q: Tensor) -> bool:
+    """Whether PyTorch's mask stands for none; other objects are refused."""
     if not all(hasattr(given, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
         raise InvalidArgumentError(
             f"[{OP}] expected block_mask of create_block_mask, aule's or PyTorch's, got {type(given).__name__}; "
             "make one with aule.create_block_mask"
         )
     if min(given.BLOCK_SIZE) >= _NO_MASK:
-        return None
+        return True
     if given.kv_num_blocks.device != q.device:
         raise DeviceMismatchError(
             f"[{OP}] expected block_mask on {q.device} like query, got {given.kv_num_blocks.device}; move it with .to"
         )
-    state = _state(given)
-    known = getattr(given, "_aule_mask", None)
-    if known is None or known[0] != state:
-        known = given._aule_mask = state, _of_torch(given)
-    return mask_of(known[1], q, keys)
+    return False
 
 
 def _state(given: Any) -> list[Any]:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from aule.frontends.functions import UserFunctions
 from aule.frontends.numpy_flex import rebound
 from aule.frontends.torch.checks import dtype_name
+from aule.frontends.torch.functions import Functions, loaded_dtype
 from aule.ops.scores.functions import trace as tracing
 from aule.ops.scores.functions.program import BoundFunction
 from aule.ops.scores.functions.trace import Symbol
@@ -19,8 +21,6 @@ _DTYPES = {
     "bool": torch.bool, "i32": torch.int32, "i64": torch.int64, "f32": torch.float32, "f64": torch.float64,
 }  # fmt: skip
 """Types of values in a function. Indices are int32, as in kernels of PyTorch."""
-_WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""Integers that kernels do not load."""
 
 
 class _Recording(TorchFunctionMode):  # type: ignore[misc]
@@ -37,21 +37,29 @@ class _Recording(TorchFunctionMode):  # type: ignore[misc]
 
 
 def traced(
-    function: Callable[..., Any], inputs: Sequence[str], q: Tensor, name: str
+    function: Callable[..., Any], inputs: Sequence[str], q: Tensor, name: str, op: str = tracing.OP
 ) -> tuple[BoundFunction, list[Tensor]]:
     """The program of a function for attention with queries like ``q``, and the tensors that it captured."""
     work = "f64" if q.dtype == torch.float64 else "f32"
 
     def dtype_of(tensor: Any) -> str:
         dtype = loaded_dtype(torch.as_tensor(tensor).dtype, q)  # an array of NumPy may be captured, too
-        return dtype_name(torch.empty(0, dtype=dtype), f"a tensor captured by {name}", tracing.OP)
+        return dtype_name(torch.empty(0, dtype=dtype), f"a tensor captured by {name}", op)
 
     framework = tracing.Framework(dtype_of, lambda dtype: {"dtype": _DTYPES[dtype], "device": q.device})
     with _Recording():
-        program, arrays = tracing.trace(rebound(function), inputs, work, framework, name)
+        program, arrays = tracing.trace(rebound(function), inputs, work, framework, name, op)
     return program, [x if isinstance(x, Tensor) else torch.as_tensor(x, device=q.device) for x in arrays]
 
 
-def loaded_dtype(dtype: torch.dtype, q: Tensor) -> torch.dtype:
-    """The type that a captured tensor of a type is converted to, for attention with queries like ``q``."""
-    return torch.float32 if dtype == torch.float64 != q.dtype else _WIDENED.get(dtype, dtype)
+def traced_functions(functions: UserFunctions, q: Tensor) -> Functions:
+    """The user's functions of a call, traced."""
+    found = {name: traced(function, inputs, q, name, functions.op) for name, _, function, inputs in functions.each()}
+    return Functions.of(found.get("score_mod"), found.get("mask_mod")).checked(q, functions.op)
+
+
+def traced_pair(
+    q: Tensor, op: str, functions: tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+) -> Functions | None:
+    """Score function and mask function of a call on packed batches, traced; None if there are none."""
+    return None if functions == (None, None) else traced_functions(UserFunctions(op, *functions), q)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import cached_property
 
 from aule.ir import Value
-from aule.ir.types import SCALARS, Scalar, Vector, bool_, element, i32, u8
-from aule.ops.scores.functions.program import COMPARISONS, INPUTS, Node, ScoreFunction
+from aule.ir.types import SCALARS, Scalar, Vector, bool_, element, f32, i32, u8
+from aule.ops.scores.functions.program import COMPARISONS, INPUTS, MOST_ROWS, Node, ScoreFunction
 from aule.ops.scores.modifiers import Site
 from aule.ops.scores.parameters import Parameters
 from aule.tile.common.math import LN2, LOG2E, lowest, sigmoid, tanh
@@ -39,18 +39,18 @@ class Emitter:
         self._known: dict[tuple[object, ...], tuple[Value, object]] = {}
         """Values of nodes by what they depend on of a site, in one block; with what keeps the keys alive."""
 
-    def known(self, i: int, site: Site, score: Value | None, compute: Callable[[], Value]) -> Value:
-        """The value of a node, computed once for sites that it cannot tell apart: sites of a tile share rows and
-        columns."""
-        given = {"batch": site.batch, "head": site.head, "query": site.row, "key": site.column, "score": score}
-        used = [given[name] for name in self._inputs[i]]
-        key = (i, id(self.b.block), *map(id, used))
+    def known(self, i: int, site: Site, score: Value | None, compute: Callable[[], Value], kind: str = "") -> Value:
+        """A value of a node, computed once for sites that it cannot tell apart: sites of a tile share rows and columns.
+        ``kind`` tells values of one node apart."""
+        given = {**_places(site), "score": score}
+        used = [given[name] for name in self.inputs[i]]
+        key = (i, kind, id(self.b.block), *map(id, used))
         if key not in self._known:
             self._known[key] = compute(), (self.b.block, used)
         return self._known[key][0]
 
     @cached_property
-    def _inputs(self) -> list[list[str]]:
+    def inputs(self) -> list[list[str]]:
         """The inputs that each node depends on."""
         found: list[list[str]] = []
         for node in self.function.nodes:
@@ -107,8 +107,16 @@ class _At:
             return b.const(
                 _in_unit(float(node.value or 0.0), self.e.unit, element(self._score_type)), element(self._score_type)
             )
-        value = self.value(i)
-        return value if self.e.unit == 1.0 else self._finite(i, value) * self.e.unit
+        if self.e.unit == 1.0:
+            return self.value(i)
+        if node.op == "mul":
+            # The factor that fewer sites differ in is brought to the unit.
+            fewer, more = sorted(node.args, key=lambda a: len(self.e.inputs[a]))
+            return self._scaled_once(fewer) * self.value(more)
+        return self._finite(i, self.value(i)) * self.e.unit
+
+    def _scaled_once(self, i: int) -> Value:
+        return self.e.known(i, self.site, self.given, lambda: self.scaled(i), "scaled")
 
     @property
     def _score_type(self) -> Scalar | Vector:
@@ -156,7 +164,7 @@ class _At:
         if node.op == "score":
             assert self.given is not None
             return self.given if self.e.unit == 1.0 else self.given * (1.0 / self.e.unit)
-        places = {"batch": site.batch, "head": site.head, "query": site.row, "key": site.column}
+        places = _places(site)
         if node.op in places:
             return places[node.op]
         type_ = bool_ if node.dtype == "bool" else SCALARS[node.dtype]
@@ -168,12 +176,37 @@ class _At:
             return self.p.number(f"{self.e.name}_number{node.value}", type_)
         if node.op == "load":
             return self._load(node)
+        if node.op == "cast" and node.dtype == "f32" and 0 < self._terms(node.args[0]) <= 4:
+            return self._as_float(node.args[0])
         args = [self.value(a) for a in node.args]
         if node.op == "where":
             return self._select(*args)
         if node.op == "cast":
             return b.cast(args[0], type_)
+        if self.e.function.divides_by_constant(node):
+            return args[0] * (1.0 / float(self.nodes[node.args[1]].value or 1.0))
         return self._operation(node, args)
+
+    def _terms(self, i: int) -> int:
+        """Count the rows, keys and constants whose sum or difference an integer is; 0 if it is something else."""
+        node = self.nodes[i]
+        if node.op in ("add", "sub", "neg", "abs"):
+            parts = [self._terms(a) for a in node.args]
+            return sum(parts) if all(parts) else 0
+        constant = node.op == "literal" and abs(int(node.value or 0)) <= MOST_ROWS
+        return int(constant or node.op in ("query", "position", "key"))
+
+    def _as_float(self, i: int) -> Value:
+        """The float32 of such an integer, exactly: rows and keys are converted, and not each of their differences."""
+        node = self.nodes[i]
+
+        def convert() -> Value:
+            args = [self._as_float(a) for a in node.args]
+            if not args:
+                return self.b.cast(self.value(i), f32)
+            return self.b.binary(node.op, *args) if len(args) == 2 else self.b.unary(node.op, *args)
+
+        return self.e.known(i, self.site, self.given, convert, "float")
 
     def _operation(self, node: Node, args: list[Value]) -> Value:
         b = self.b
@@ -244,6 +277,13 @@ class _At:
 
     def _spread(self, x: Value) -> Value:
         return x if isinstance(x.type, Vector) else self.b.splat(x, self.lanes)
+
+
+def _places(site: Site) -> dict[str, Value]:
+    """Inputs of a function by name, besides the score."""
+    return {
+        "batch": site.batch, "head": site.head, "query": site.row, "position": site.position, "key": site.column,
+    }  # fmt: skip
 
 
 def _in_unit(value: float, unit: float, elem: Scalar) -> float:

@@ -14,14 +14,17 @@ from aule.ops.scores.functions.program import BoundFunction, Node
 Array = npt.NDArray[Any]
 _DTYPES: dict[str, Any] = {"bool": np.bool_, "i32": np.int32, "i64": np.int64, "f32": np.float32, "f64": np.float64}
 
-_UFUNCS: dict[str, Any] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": np.floor_divide,
-    "mod": np.remainder, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal, "neg": np.negative, "abs": np.abs,
-    "not": np.invert, "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sqrt": np.sqrt, "sin": np.sin,
-    "cos": np.cos, "tanh": np.tanh, "floor": np.floor, "where": np.where, "detach": np.copy,
-    "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+NAMES = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "floordiv": "floor_divide", "mod": "remainder",
+    "min": "minimum", "max": "maximum", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "shl": "left_shift", "shr": "right_shift", "lt": "less", "le": "less_equal", "gt": "greater",
+    "ge": "greater_equal", "eq": "equal", "ne": "not_equal", "neg": "negative", "abs": "absolute",
+    "not": "bitwise_not", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2", "sqrt": "sqrt", "sin": "sin",
+    "cos": "cos", "tanh": "tanh", "floor": "floor", "where": "where", "detach": "copy",
+}  # fmt: skip
+"""NumPy's functions by operation; other frameworks have most of them under the same names."""
+_FUNCTIONS: dict[str, Any] = {op: getattr(np, name) for op, name in NAMES.items()} | {
+    "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x))
 }  # fmt: skip
 
 
@@ -29,7 +32,7 @@ def apply(op: str, values: Sequence[Any], dtypes: Sequence[str]) -> Any:
     """One operation on arrays or numbers of some types."""
     arrays = [np.asarray(x, dtype=_DTYPES[dtype]) for x, dtype in zip(values, dtypes, strict=True)]
     with np.errstate(all="ignore"):
-        return np.asarray(_UFUNCS[op](*arrays))
+        return np.asarray(_FUNCTIONS[op](*arrays))
 
 
 @dataclass(frozen=True)

@@ -255,3 +255,16 @@ def _full(t: Tracer, x: Symbol, fill_value: Any, dtype: Any = None, **kwargs: An
     node = t.node(fill_value, x)
     made = t.symbol(node)
     return _to(t, made, dtype) if dtype is not None else t.symbol(t.graph.cast(node, t.graph.dtype(t.node(x))))
+
+
+def operation(name: str) -> str | None:
+    """The name by which `symbols.call` finds an operation of torch or Python; None if functions may not use it.
+
+    Of an operation in place (``add_``, ``__iadd__``) only the result counts.
+    """
+    plain = name.strip("_")
+    if plain == "getitem" or plain in METHODS:
+        return plain
+    if plain.startswith("i") and plain[1:] in METHODS:
+        return plain[1:]
+    return name if name.startswith("__r") and plain[1:] in METHODS else None

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from aule.errors import InvalidArgumentError
 
-INPUTS = {"score": "f32", "batch": "i32", "head": "i32", "query": "i32", "key": "i32"}
-"""What a function is called with. A score has the type that is computed in: f32, or f64 for arrays of f64."""
+calling: ContextVar[str] = ContextVar("calling", default="flex_attention")
+"""The public function whose arguments are being traced, for messages."""
+INPUTS = {"score": "f32", "batch": "i32", "head": "i32", "query": "i32", "position": "i32", "key": "i32"}
+"""What a function is called with. A score has the type that is computed in: f32, or f64 for arrays of f64. ``query``
+counts the rows of a call, and ``position`` is the key that a row stands at."""
+MOST_ROWS = 1 << 22
+"""Most rows or keys of a call with functions: float32 holds sums of four such numbers exactly."""
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 BITWISE = ("and", "or", "xor")
 SHIFTS = ("shl", "shr")
@@ -114,9 +120,18 @@ class ScoreFunction:
         risky = ("div", "log", "log2", "exp", "exp2", "sqrt", "rsqrt", "floordiv", "mod", "load", "number")
         used = [self.nodes[i] for i in self.inputs_of(*self.results)]
         return any(
-            is_float(node.dtype) and (node.op in risky or (node.op == "literal" and not math.isfinite(node.value or 0)))
+            is_float(node.dtype)
+            and (
+                (node.op in risky and not self.divides_by_constant(node))
+                or (node.op == "literal" and not math.isfinite(node.value or 0))
+            )
             for node in used
         )
+
+    def divides_by_constant(self, node: Node) -> bool:
+        """Whether a node is a division of floats by a constant that is neither 0 nor so small that it may overflow."""
+        divisor = self.nodes[node.args[1]] if node.op == "div" else None
+        return divisor is not None and divisor.op == "literal" and abs(float(divisor.value or 0)) >= 2.0**-20
 
     @property
     def is_one(self) -> bool:
@@ -195,7 +210,7 @@ class Graph:
         """Declare a captured array; returns the number that `load` takes."""
         if dtype not in _LOADED or (dtype == "f64" and self.work != "f64"):
             raise InvalidArgumentError(
-                f"[flex_attention] expected captured arrays of float32, float16, bfloat16, bool or integers, got "
+                f"[{calling.get()}] expected captured arrays of float32, float16, bfloat16, bool or integers, got "
                 f"{dtype}; convert it"
             )
         self.arrays.append(Captured(dtype, rank))
@@ -246,7 +261,7 @@ class Graph:
             x, y = self.cast(x, "i32"), self.cast(y, "i32")
         dtype = self.dtype(x)
         if op in (*BITWISE, *SHIFTS) and is_float(dtype):
-            raise InvalidArgumentError(f"[flex_attention] expected integers or bools for {op}, got floats; cast them")
+            raise InvalidArgumentError(f"[{calling.get()}] expected integers or bools for {op}, got floats; cast them")
         found = self._simplified(op, x, y)
         return self._folded(op, (x, y), dtype) if found is None else found
 

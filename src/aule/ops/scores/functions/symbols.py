@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from aule.errors import InvalidArgumentError
-from aule.ops.scores.functions.program import Graph, is_float
+from aule.ops.scores.functions.program import Graph, calling, is_float
 
 OP = "flex_attention"
 
@@ -242,7 +242,7 @@ def described(x: Any) -> str:
 def fail(what: str, remedy: str, line: str | None = None) -> NoReturn:
     """Refuse what a function does, with the line of the user's code that does it."""
     line = _line_of(_frames()) if line is None else line
-    raise InvalidArgumentError(f"[{OP}] expected a function that can be traced, got {what}{line}; {remedy}")
+    raise InvalidArgumentError(f"[{calling.get()}] expected a function that can be traced, got {what}{line}; {remedy}")
 
 
 def line_of_error(traceback: TracebackType | None) -> str:

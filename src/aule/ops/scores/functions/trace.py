@@ -8,7 +8,7 @@ from typing import Any
 
 from aule.errors import InvalidArgumentError
 from aule.ops.scores.functions.operations import METHODS
-from aule.ops.scores.functions.program import BoundFunction
+from aule.ops.scores.functions.program import BoundFunction, calling
 from aule.ops.scores.functions.symbols import (
     OP,
     Framework,
@@ -21,34 +21,44 @@ from aule.ops.scores.functions.symbols import (
     symbol_in,
 )
 
-__all__ = ["OP", "Framework", "Symbol", "load", "symbol_in", "trace"]
+__all__ = ["OP", "Framework", "Symbol", "check_arguments", "load", "symbol_in", "trace"]
 
 
 def trace(
-    function: Callable[..., Any], inputs: Sequence[str], work: str, framework: Framework, name: str
+    function: Callable[..., Any], inputs: Sequence[str], work: str, framework: Framework, name: str, op: str = OP
 ) -> tuple[BoundFunction, list[Any]]:
     """Call a function with symbols of its ``inputs``. Returns the program, and the arrays that it captured.
 
-    A function of scores gives a float, one without a score (a mask) a bool.
+    A function of scores gives a float, one without a score (a mask) a bool. Errors name ``op``.
     """
-    tracer = Tracer(work, framework, METHODS)
+    before = calling.set(op)
+    try:
+        return _traced(Tracer(work, framework, METHODS), function, inputs, name)
+    finally:
+        calling.reset(before)
+
+
+def _traced(
+    tracer: Tracer, function: Callable[..., Any], inputs: Sequence[str], name: str
+) -> tuple[BoundFunction, list[Any]]:
     graph = tracer.graph
-    _check_arguments(function, inputs, name)
+    check_arguments(function, inputs, name, calling.get())
     try:
         found = function(*(tracer.symbol(graph.input(x)) for x in inputs))
     except TypeError as error:  # an operation that symbols do not have, or other arguments of one that they have
         fail(str(error), f"functions may use {tracer.known_names()}", line_of_error(error.__traceback__))
     _check_result(found, function, name)
     result = tracer.node(found)
-    result = graph.cast(result, work if "score" in inputs else "bool")
+    result = graph.cast(result, graph.work if "score" in inputs else "bool")
     return BoundFunction(graph.finish([result]), tuple(tracer.numbers)), tracer.arrays
 
 
-def _check_arguments(function: Any, inputs: Sequence[str], name: str) -> None:
+def check_arguments(function: Any, inputs: Sequence[str], name: str, op: str) -> None:
+    """Refuse what is no function of as many arguments as there are ``inputs``."""
     expected = f"a function of {len(inputs)} arguments ({', '.join(inputs)})"
     if not callable(function):
         got = type(function).__name__
-        raise InvalidArgumentError(f"[{OP}] expected {name} as {expected}, got {got}; pass a function")
+        raise InvalidArgumentError(f"[{op}] expected {name} as {expected}, got {got}; pass a function")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -57,7 +67,7 @@ def _check_arguments(function: Any, inputs: Sequence[str], name: str) -> None:
         signature.bind(*inputs)
     except TypeError as error:
         raise InvalidArgumentError(
-            f"[{OP}] expected {name} as {expected}, got {signature} ({error}); give it these arguments"
+            f"[{op}] expected {name} as {expected}, got {signature} ({error}); give it these arguments"
         ) from None
 
 
@@ -68,6 +78,6 @@ def _check_result(found: Any, function: Any, name: str) -> None:
     code = getattr(function, "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     raise InvalidArgumentError(
-        f"[{OP}] expected {name} to return one number, got {described(found)}{line}; it is called for one score at a "
-        "time: index captured arrays down to one number, and return the result"
+        f"[{calling.get()}] expected {name} to return one number, got {described(found)}{line}; it is called for one "
+        "score at a time: index captured arrays down to one number, and return the result"
     )
