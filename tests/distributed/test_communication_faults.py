@@ -1,0 +1,166 @@
+"""Ranks that disagree, or die: an error on every rank within the group's time limit."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from world import World
+
+import aule.distributed as distributed
+from aule.errors import AuleError, CommunicationError
+
+RANKS, LIMIT = 3, 6.0
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    made = World(RANKS, LIMIT)
+    made.run(dist.get_rank)  # all processes have started
+    yield made
+    made.close()
+
+
+def differing(name: str) -> None:
+    """A call that differs on the last rank."""
+    last = dist.get_rank() == RANKS - 1
+    rows, options = 8, {"dropout_p": 0.0}
+    function: Any = distributed.ring_attention
+    if name == "shards":
+        rows = 10 if last else 8
+    elif name == "options":
+        options = {"softcap": 2.0 if last else 3.0}
+    elif name == "balance":
+        options = {"balance": "contiguous" if last else "zigzag"}
+    elif name == "invalid":
+        options = {"window": "wide" if last else None}
+    elif name == "unknown":
+        options = {"is_causal": True} if last else {}
+    elif name == "gradients":
+        options = {}
+    elif name == "function":
+        function = distributed.unshard if last else function
+    x = torch.randn(1, 3, rows, 16, requires_grad=name == "gradients" and last)
+    found = function(x) if function is distributed.unshard else function(x, x, x, **options)
+    assert found is None, "no error"
+
+
+EXPECTED = {
+    "shards": r"same q on every rank, got \[1, 3, 8, 16\] of float32 on rank 0, 1 and \[1, 3, 10, 16\]",
+    "options": r"same softcap on every rank, got 3.0 on rank 0, 1 and 2.0 on rank 2",
+    "balance": r"same balance on every rank, got zigzag on rank 0, 1 and contiguous on rank 2",
+    "invalid": r"window",
+    "unknown": r"is_causal",
+    "gradients": r"same gradients on every rank",
+    "function": r"same call on every rank, got ring_attention on rank 0, 1 and unshard on rank 2",
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_differences_raise_on_every_rank(world: World, name: str) -> None:
+    start = time.monotonic()
+    for error in world.errors(differing, name):
+        assert isinstance(error, AuleError), error
+        assert not isinstance(error, CommunicationError)
+        with pytest.raises(type(error), match=EXPECTED[name]):
+            _raise(error)
+    assert time.monotonic() - start < LIMIT  # nobody waited for the time limit
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def refused(name: str) -> None:
+    """A call that no rank can make."""
+    x = torch.randn(1, 2, 9 if name == "odd" else 8, 16)
+    if name == "heads":
+        distributed.ulysses_attention(x, x, x)
+    elif name == "odd":
+        distributed.ring_attention(x, x, x)
+    elif name == "striped dropout":
+        distributed.ring_attention(x, x, x, balance="striped", dropout_p=0.5)
+    elif name == "dropout":
+        distributed.ring_attention(x, x, x, dropout_p=0.5)
+    elif name == "mask":
+        distributed.ring_attention(x, x, x, mask=torch.ones(8, 8, dtype=torch.bool))
+    elif name == "balance":
+        distributed.shard(x, balance="zig")
+    elif name == "length":
+        distributed.shard(x, dim=-1)
+    elif name == "cu_seqlens":
+        distributed.ring_attention(x[0], x[0], x[0], cu_seqlens=(0, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    (
+        ("heads", "multiple of 3 query heads"),
+        ("odd", "even number of rows"),
+        ("striped dropout", "balance 'zigzag' or 'contiguous' with dropout"),
+        ("dropout", "chunks of a multiple of 8 keys"),
+        ("mask", "this rank's rows and all keys"),
+        ("balance", "expected balance"),
+        ("length", "multiple of 3 rows"),
+        ("cu_seqlens", "cu_seqlens up to"),
+    ),
+)
+def test_impossible_calls_are_refused(world: World, name: str, message: str) -> None:
+    for error in world.errors(refused, name):
+        with pytest.raises(AuleError, match=message):
+            _raise(error)
+
+
+def wrong_group() -> None:
+    """A group of the first two ranks, called on all."""
+    group = dist.new_group([0, 1])
+    x = torch.randn(1, 2, 8, 16)
+    if dist.get_rank() < 2:
+        distributed.ring_attention(x, x, x, group=group)
+        raise AuleError("FINE", "[test] members are served")
+    distributed.ring_attention(x, x, x, group=group)
+
+
+def test_a_rank_outside_of_the_group_is_told(world: World) -> None:
+    first, second, third = world.errors(wrong_group)
+    assert "members are served" in str(first) and "members are served" in str(second)
+    assert "that rank 2 belongs to" in str(third)
+
+
+def missing(kind: str) -> None:
+    """The last rank does not call, or dies."""
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+    out = distributed.ring_attention(x, x, x) if kind != "late" else None
+    if dist.get_rank() == RANKS - 1:
+        if kind == "late":
+            raise AuleError("FINE", "[test] does not call")
+        os._exit(1)
+    if out is not None:
+        out.sum().backward()
+    else:
+        distributed.ring_attention(x, x, x)
+
+
+def test_a_rank_that_does_not_call_is_noticed(world: World) -> None:
+    start = time.monotonic()
+    *others, _ = world.errors(missing, "late")
+    assert all(isinstance(error, CommunicationError) for error in others)
+    assert time.monotonic() - start < 3 * LIMIT
+
+
+def test_a_rank_that_dies_is_noticed() -> None:
+    own = World(RANKS, LIMIT)
+    own.run(dist.get_rank)
+    start = time.monotonic()
+    *others, _ = own.errors(missing, "dies between forward and backward")
+    assert all(isinstance(error, CommunicationError) and "3 ranks" in str(error) for error in others), others
+    assert time.monotonic() - start < 3 * LIMIT
+    own.close()
