@@ -187,14 +187,14 @@ def test_gradients() -> None:
 
 
 def test_passed_on(caplog: pytest.LogCaptureFixture) -> None:
-    q, k, v = (torch.randn(1, 5, 300) for _ in range(3))
+    q, k, v = (torch.randn(1, 5, 640) for _ in range(3))
     own_calls.clear()
     for _ in range(2):
         found = patched().attention(q, k, v, 1, low_precision_attention=False)
     assert torch.equal(found, own_attention(q, k, v, 1))
     assert own_calls[0]["low_precision_attention"] is False and "transformer_options" in own_calls[0]
-    stats(0, **{"head_dim above 256": 2})
-    assert caplog.text.count("head_dim above 256") == 1
+    stats(0, **{"head_dim above 576": 2})
+    assert caplog.text.count("head_dim above 576") == 1
 
 
 def test_a_mask_of_another_meaning_is_passed_on() -> None:
@@ -275,10 +275,10 @@ def test_an_override_that_was_there_before() -> None:
     model = patched(model=patched(model=Patcher({"optimized_attention_override": before})))
     model.attention(*tensors(False), HEADS)
     assert not seen
-    wide = [torch.randn(1, 5, 300) for _ in range(3)]
+    wide = [torch.randn(1, 5, 640) for _ in range(3)]
     assert torch.equal(model.attention(*wide, 1), own_attention(*wide, 1))
     assert seen == [own_attention]
-    stats(1, **{"head_dim above 256": 1})
+    stats(1, **{"head_dim above 576": 1})
 
 
 # -- python -m aule.integrations.comfyui -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ A file is imported when the user names it, never by aule itself.
 import importlib as _importlib
 from typing import Any as _Any
 
-_FILES = ("comfyui", "diffusers", "flash_attn", "patching", "transformers", "transformers_cache")
+_FILES = ("comfyui", "diffusers", "flash_attn", "patching", "transformers", "transformers_cache", "vllm")
 
 
 def __getattr__(name: str) -> _Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from aule.distributed.context import current
 from aule.errors import AuleError
 
 _names: set[str] = set()
@@ -44,6 +45,7 @@ class _Counts(threading.local):
 
     def __init__(self) -> None:
         self.masks = self.calls = 0
+        self.latents: Any = None  # of a layer that called its cache and not yet attention
         self.before: dict[int, tuple[int, int]] = {}  # masks and calls at the start of the pass of a model, by its id
 
 
@@ -130,6 +132,7 @@ def _before_forward(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions") and model.config._attn_implementation in _names:
         raise no_weights(type(model).__name__)
     if not torch.compiler.is_compiling():
+        _counts.latents = None
         _counts.before[id(model)] = _counts.masks, _counts.calls
 
 
@@ -156,6 +159,9 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():
         _counts.masks += 1
     name = getattr(config, "_attn_implementation", None)
+    if current() is not None:
+        _check_distributed(config, name, kwargs.get("attention_mask"))
+        return None
     if isinstance(name, _EagerName) or not isinstance(name, _CheckedName):
         return eager_mask(*args, config=config, **kwargs)
     made = sdpa_mask(*args, config=config, **kwargs)
@@ -163,6 +169,19 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
         return made
     dtype = kwargs.get("dtype", torch.float32)
     return torch.zeros_like(made, dtype=dtype).masked_fill_(~made, torch.finfo(dtype).min)
+
+
+def _check_distributed(config: Any, name: object, padding: Any) -> None:
+    """Refuse what the causal flag and the window of a layer do not say. Positions with gaps are no packed sequences."""
+    got = None
+    if padding is not None and not bool(padding.all()):
+        got = "an attention mask with padding"
+    elif isinstance(name, _EagerName) or getattr(config, "attention_chunk_size", None) is not None:
+        got = "a model with other masks"
+    if got is not None:
+        raise _unsupported(
+            "causal or full attention, with or without a window, in context_parallel", got, "leave it out"
+        )
 
 
 def attention_called() -> None:
@@ -193,3 +212,14 @@ def no_weights(name: str) -> AuleError:
 
 def _unsupported(expected: str, got: str, remedy: str) -> AuleError:
     return AuleError("AULE_ERROR_UNSUPPORTED", f"[transformers] expected {expected}, got {got}; {remedy}")
+
+
+def expect_latents(latents: Any) -> None:
+    """Keep what a layer passed to its cache, for the attention that the layer calls next."""
+    _counts.latents = latents
+
+
+def take_latents() -> Any:
+    """Return what `expect_latents` kept, once; None if nothing."""
+    found, _counts.latents = _counts.latents, None
+    return found

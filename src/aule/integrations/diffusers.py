@@ -6,9 +6,10 @@ Transformers (Flux, Qwen-Image, Wan ...) use the dispatcher: after ``register()`
 `aule.install` serves their calls of PyTorch's attention. ``set_attention_backend`` warns about layers it does not
 reach, and ``set_attn_processor`` refuses layers that compute something else, such as linear attention.
 
-Calls that aule does not support (head dimensions above 256, context parallelism, tensors that it cannot use in place)
-go to PyTorch's attention, and `aule.dispatch_stats` counts them by reason. Inside ``torch.compile`` all calls go to
-PyTorch, uncounted.
+With diffusers' context parallelism, attention runs over all ranks by `aule.distributed`. Calls that aule does not
+support (head dimensions above 576, context parallelism with masks or of uneven shards, tensors that it cannot use in
+place) go to PyTorch's attention, and `aule.dispatch_stats` counts them by reason. Inside ``torch.compile`` all calls go
+to PyTorch, uncounted.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch.nn import functional
 
 from aule.api.sdpa import attempt, pass_on
 from aule.backends import registry
+from aule.distributed.entry import attention as distributed_attention
+from aule.engine import observe
 from aule.errors import AuleError, BackendUnavailableError, InvalidArgumentError
 
 __all__ = ["AuleAttnProcessor", "register", "unregister"]
@@ -81,7 +84,7 @@ def register(name: str = "aule", backend: str | None = None) -> None:
                 raise InvalidArgumentError(f"[diffusers] {expected}, got {name!r}; 'aule' is the default")
             _add_member(names, name)
             _active_before[name] = backends._active_backend
-        backends.register(names(name))(_backend_function(dispatch, backend))
+        backends.register(names(name), supports_context_parallel=True)(_backend_function(dispatch, backend))
         _warn_about_unreached_layers()
 
 
@@ -107,6 +110,7 @@ def unregister(name: str = "aule") -> None:
             backends.set_active_backend(before)
         for table in (backends._backends, backends._constraints, backends._supported_arg_names):
             del table[member]
+        backends._supports_context_parallel.discard(member.value)
         _remove_member(names, member)
 
 
@@ -228,6 +232,13 @@ def _backend_function(dispatch: ModuleType, backend: str | None) -> Callable[...
         if torch.compiler.is_compiling():
             pass
         elif _parallel_config is not None:
+            if attn_mask is None and _is_even(_parallel_config.context_parallel_config):
+                mesh = _parallel_config.context_parallel_config._mesh["ring", "ulysses"]
+                q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+                options: dict[str, Any] = {"causal": is_causal, "causal_align": "top-left", "scale": scale}
+                options |= {"dropout_p": dropout_p, "backend": backend, "balance": "contiguous"}
+                with observe.called_by("diffusers"):
+                    return distributed_attention(q, k, v, mesh=mesh, **options).transpose(1, 2)
             pass_on("context parallelism")
         else:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -243,6 +254,11 @@ def _backend_function(dispatch: ModuleType, backend: str | None) -> Callable[...
         )
 
     return aule_attention
+
+
+def _is_even(config: Any) -> bool:
+    """Return whether all ranks have as many rows and heads."""
+    return not any(getattr(config, name, False) for name in ("ulysses_anything", "ring_anything"))
 
 
 def _add_member(names: Any, value: str) -> None:

@@ -6,9 +6,10 @@ the causal flag is enough, else ``[batch, 1, seq_q, seq_kv]``, broadcast over he
 
 Supported, with gradients: grouped heads without repeating them, sliding windows, softcap (Gemma 2), attention sinks
 (gpt-oss), position biases (T5), additive masks, padding on either side, dynamic and static caches, and dropout in
-training. Over an `aule.integrations.transformers_cache.AuleCache`, attention reads its pages. Not supported (raises an
-error): models that compute attention in their own code (BLOOM, MPT, Falcon ...), ``output_attentions``, and the
-paged cache of transformers' own continuous batching. `docs/models.md` lists every family.
+training. Inside `aule.distributed.context_parallel` attention is computed over all ranks. Over an
+`aule.integrations.transformers_cache.AuleCache`, attention reads its pages. Not supported (raises an error): models
+that compute attention in their own code (BLOOM, MPT, Falcon ...), ``output_attentions``, and the paged cache of
+transformers' own continuous batching. `docs/models.md` lists every family.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 
 from aule.api.attention import flash_attention
+from aule.distributed.context import current
 from aule.errors import AuleError
 from aule.frontends.torch.modes import called_by
 from aule.frontends.torch.route import host_backend
+from aule.integrations import _transformers_latent
 from aule.integrations import _transformers_models as models
 
 __all__ = ["attention_forward", "register"]
@@ -110,6 +113,20 @@ def attention_forward(
         cache, layer = paged
         numbers = {"scale": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
         return cache.attend(layer, query, key, value, attention_mask, **numbers), None
+    latents = _transformers_latent.take(module, query)
+    if latents is not None:
+        found = _transformers_latent.attend(latents, module, query, attention_mask, {"scale": scaling})
+        if found is not None:
+            return found, None
+    context = current()
+    if context is not None:
+        if attention_mask is not None or position_bias is not None or (sliding_window is not None and not is_causal):
+            expected = "causal attention, or full attention without mask, window and position bias, in context_parallel"
+            raise _unsupported(expected, "another", "leave out padding, or use another model")
+        window = None if sliding_window is None else (sliding_window - 1, 0)
+        given = {"scale": scaling, "softcap": softcap, "sinks": sinks, "dropout_p": dropout, "window": window}
+        out = context.attend(query, key, value, causal=bool(is_causal), causal_align="top-left", **given)
+        return out.transpose(1, 2).contiguous(), None
     seq_q, window, causal = query.shape[2], None, False
     if attention_mask is None:
         # A single query is the last row and attends to all keys. Several queries without a mask start at the first key,

@@ -25,6 +25,7 @@ from aule.api.kvcache import KVCache
 from aule.errors import AuleError, InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.route import host_backend
 from aule.integrations import _transformers_models as models
+from aule.integrations._transformers_latent import Latents
 
 __all__ = ["AuleCache"]
 
@@ -56,6 +57,7 @@ class AuleCache(Cache):  # type: ignore[misc]
         text = config.get_text_config(decoder=True)
         kinds = _layer_kinds(text)
         self._start(text.num_hidden_layers)
+        self.rank = getattr(text, "kv_lora_rank", None) or 0
         self._windows.update(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
 
     @classmethod
@@ -79,6 +81,7 @@ class AuleCache(Cache):  # type: ignore[misc]
         made = cls.__new__(cls)
         made._start(pool.layers)
         made.pool, made.sequences = pool, list(sequences)
+        made.rank = pool.value_dim if pool.latent else 0
         made._pads = [0] * len(made.sequences)
         made._lengths = None if lengths is None else tuple(int(n) for n in lengths)
         if lengths is None:
@@ -90,6 +93,7 @@ class AuleCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_Layer(self, number) for number in range(layers)])
         self.pool: KVCache | None = None
         self.sequences: list[int] = []
+        self.rank = 0  # columns of compressed keys, if the model caches these
         self._pads: list[int] = []  # padding before each sequence, which is not stored in the pages
         self._lengths: tuple[int, ...] | None = None
         self._offsets: Any = None
@@ -131,13 +135,7 @@ class AuleCache(Cache):  # type: ignore[misc]
         Tensor
             ``[batch, seq, heads, head_dim]``.
         """
-        if self.marked is None or self.marked[0] != layer:
-            raise AuleError(
-                "AULE_ERROR_UNSUPPORTED",
-                f"[AuleCache] expected the keys of layer {layer} once, got them again; a model that attends to them "
-                "several times, or shares them between layers, needs a DynamicCache",
-            )
-        self.marked = None
+        self._take(layer)
         if layer in self._windows and sliding_window is None:
             raise AuleError(
                 "AULE_ERROR_UNSUPPORTED",
@@ -153,16 +151,59 @@ class AuleCache(Cache):  # type: ignore[misc]
         if self._lengths is not None:
             self._attend_packed(pool, layer, (query, key, value), self._lengths, out, options)
             return out
-        found = self.layers[layer]
-        seen = found.seen
+        self._append(pool, layer, (key, value), mask, sliding_window)
+        pool.attend(query, self.sequences, layer, out=out.transpose(1, 2), **options)
+        return out
+
+    def append_latents(self, latents: Latents, mask: Any) -> bool:
+        """Append compressed keys of a layer; returns whether they are a prompt, with nothing before them."""
+        layer, compressed = latents.layer, latents.compressed
+        self._take(layer)
+        keys = torch.cat((compressed, latents.rotated), -1)
+        pool = self._pool(keys, compressed, latent=True)
+        if self._lengths is not None:
+            pool.append(self.sequences, keys[0].transpose(0, 1), layer=layer, lengths=self._lengths)
+            return False
+        prompt = bool(self.layers[layer].seen == 0)
+        self._append(pool, layer, (keys, None), mask, None)
+        return prompt
+
+    def attend_latents(self, layer: int, query: Any, options: dict[str, Any]) -> Any:
+        """Attend to a layer's compressed keys with absorbed queries ``[batch, heads, seq, dim]``."""
+        assert self.pool is not None
+        options = options | {"backend": host_backend(query)}
+        if self._lengths is None:
+            return self.pool.attend(query, self.sequences, layer, **options)
+        packed = self._packed(self._lengths, query.device)
+        found = self.pool.attend(query[0].transpose(0, 1), self.sequences, layer, **options, **packed)
+        return found.transpose(0, 1)[None]
+
+    def _take(self, layer: int) -> None:
+        """Note that attention got the keys of a layer."""
+        if self.marked is None or self.marked[0] != layer:
+            raise AuleError(
+                "AULE_ERROR_UNSUPPORTED",
+                f"[AuleCache] expected the keys of layer {layer} once, got them again; a model that attends to them "
+                "several times, or shares them between layers, needs a DynamicCache",
+            )
+        self.marked = None
+
+    def _append(self, pool: KVCache, layer: int, tensors: tuple[Any, Any], mask: Any, window: int | None) -> None:
+        """Append the keys and values of a step that is not packed, without padding."""
+        (key, value), found = tensors, self.layers[layer]
+        seen, rows = found.seen, key.shape[2]
         if mask is not None:
-            self._check(mask, seen, sliding_window)
+            self._check(mask, seen, window)
         # Padding comes before a sequence, in the first step or the first few. Only tokens after it are stored.
         counts = [max(rows - max(pad - seen, 0), 0) for pad in self._pads]
         pool.append(self.sequences, key, value, layer, lengths=counts)
         found.seen += rows  # after the append: a step that found no room can be repeated
-        pool.attend(query, self.sequences, layer, out=out.transpose(1, 2), **options)
-        return out
+
+    def _packed(self, lengths: tuple[int, ...], device: Any) -> dict[str, Any]:
+        """Options of attention for a packed step."""
+        if self._offsets is None:
+            self._offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return {"cu_seqlens_q": self._offsets, "max_seqlen_q": max(lengths, default=0)}
 
     def _attend_packed(
         self,
@@ -182,12 +223,9 @@ class AuleCache(Cache):  # type: ignore[misc]
             )
         q, k, v = (x[0].transpose(0, 1) for x in tensors)
         pool.append(self.sequences, k, v, layer, lengths=lengths)
-        if self._offsets is None:
-            self._offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=q.device)
-        packed = {"cu_seqlens_q": self._offsets, "max_seqlen_q": max(lengths, default=0)}
-        pool.attend(q, self.sequences, layer, out=out[0], **options, **packed)
+        pool.attend(q, self.sequences, layer, out=out[0], **options, **self._packed(lengths, q.device))
 
-    def _pool(self, key: Any, value: Any) -> KVCache:
+    def _pool(self, key: Any, value: Any, latent: bool = False) -> KVCache:
         """Return the pool, created for the first keys, with one sequence per row of the batch."""
         if self.pool is None:
             self.pool = KVCache(
@@ -196,6 +234,7 @@ class AuleCache(Cache):  # type: ignore[misc]
                 value_dim=value.shape[3],
                 dtype=key.dtype,
                 layers=len(self.layers),
+                latent=latent,
                 device=key.device,
                 **self._options,  # type: ignore[arg-type]
             )
@@ -314,6 +353,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
                 "[AuleCache] expected keys that need no gradient, got some; use torch.no_grad(), or train without it",
             )
         self.cache.marked = self.number, models.calls()
+        if self.cache.rank and key_states.shape[1::2] == (1, self.cache.rank) and value_states.shape[1] == 1:
+            models.expect_latents(Latents(self.cache, self.number, key_states, value_states))
+            return key_states, value_states
         marked = key_states.view_as(key_states)  # a new object, so that only it is marked
         marked.aule_pages = (self.cache, self.number)
         return marked, value_states
@@ -355,7 +397,7 @@ def _not_taken(layer: int, calls: int) -> AuleError:
         return AuleError(
             "AULE_ERROR_UNSUPPORTED",
             f"[AuleCache] expected attention to get the keys of layer {layer} as they were cached, got others; a model "
-            "that caches compressed keys (DeepSeek's latent attention) or changes them needs a DynamicCache",
+            "that changes them after it has cached them needs a DynamicCache",
         )
     return AuleError(
         "AULE_ERROR_UNSUPPORTED",
