@@ -13,6 +13,7 @@ import pytest
 
 import aule
 from aule import store
+from aule.backends import registry
 from aule.cli import COMMANDS, main
 from aule.cli import check as check_command
 from aule.cli._cases import CASES, QUICK
@@ -94,6 +95,9 @@ def test_info_says_how_torch_tensors_are_computed_on(
     cpu = "cpu" in aule.get_available_backends()
     assert routes["cpu"] == ("in place, by cpu:0" if cpu else "copied to vulkan:0 and back")
     assert routes["rocm"].endswith("computed by vulkan:0")
+    available = registry.available()
+    monkeypatch.setattr(registry, "available", lambda: available | {"hip": []})
+    assert aule.get_backend_info()["torch"]["rocm"] == "in place, on PyTorch's current stream"
     monkeypatch.setattr(info, "torch_build", lambda: None)
     assert aule.get_backend_info()["torch"] is None and aule.get_backend_info()["torch_version"] is None
 
@@ -237,7 +241,7 @@ def test_show_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--head-dim", "300"],
+        ["--head-dim", "600"],
         ["--tiles", "64"],
         ["--tiles", "63x64"],
         ["--tiles", "128x128", "--language", "wgsl"],

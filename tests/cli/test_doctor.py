@@ -125,6 +125,8 @@ def test_pytorch_elsewhere() -> None:
     assert broken.status == "problem" and "libcudart" in broken.text
     amd = findings(gpus=("amd",))["build"]
     assert amd.status == "ok" and "ROCm" in amd.remedy
+    driver = findings(gpus=("amd",))["hip"]  # beside Vulkan, no problem
+    assert driver.status == "missing" and "ROCm" in driver.remedy and "hip" not in findings()
     assert findings(torch=BUILD | {"hip": "6.4"})["build"].status == "problem"
     assert "ROCm" not in findings()["build"].text + findings()["build"].remedy
 

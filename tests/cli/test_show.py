@@ -14,6 +14,7 @@ from aule.ops.catalogue import CATALOGUE
 
 SIGNS = {
     "ptx": ".visible .entry",
+    "hip": "AULE_KERNEL(",
     "spirv": "",
     "opencl": "__kernel",
     "wgsl": "@compute",
@@ -78,12 +79,12 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         (["attention", "--language", "spir-v"], "got 'spir-v'; did you mean spirv?"),
         (
             ["attention", "--language", "cobol"],
-            "expected --language of ptx, spirv, opencl, wgsl, msl, llvm, native, ir",
+            "expected --language of ptx, hip, spirv, opencl, wgsl, msl, llvm, native, ir",
         ),
         (["decode", "--backward"], "expected an op with a gradient, got decode_attention"),
         (["rope", "--tiles", "32x32"], "expected --tiles with flash_attention forward"),
         (["attention", "--arch", "90"], "expected --arch as sm_90"),
-        (["attention", "--arch", "sm_90", "--language", "wgsl"], "expected --arch as sm_90, for ptx"),
+        (["attention", "--arch", "sm_90", "--language", "wgsl"], "expected --arch as sm_90 for ptx or gfx942 for hip"),
         (["attention", "--language", "spirv", "--backward"], "because flash_attention backward has as many launches"),
         (["swiglu", "--launch", "5"], "expected --launch from 1 to 1"),
         (["swiglu", "--columns", "0"], "expected --columns of at least 1, got 0"),

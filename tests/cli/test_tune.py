@@ -78,7 +78,7 @@ def test_tune_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ("arguments", "message"),
     [
         (["--seconds", "nan"], "expected --seconds of 0 or more, got nan"),
-        (["--head-dim", "300"], "expected --head-dim of at least 1 (head dimensions to 256), got 300"),
+        (["--head-dim", "600"], "expected --head-dim of at least 1 (head dimensions to 576), got 600"),
     ],
 )
 def test_mistakes_of_tune(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

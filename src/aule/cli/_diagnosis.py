@@ -109,6 +109,8 @@ def _drivers(facts: Facts) -> Iterator[Finding]:
         yield Finding("drivers", path, PROBLEM, "this user may not open the GPU's device file", remedy)
     if "cuda" in facts.devices or "nvidia" in facts.gpus:
         yield _driver(facts, "cuda", _nvidia_remedy(facts))
+    if "hip" in facts.devices or "amd" in facts.gpus:
+        yield _driver(facts, "hip", f"for ROCm tensors in place, {_TORCH_SITE}")
     if facts.platform == "darwin":
         yield _driver(facts, "metal", _extra("metal"))
     yield _driver(facts, "vulkan", _vulkan_remedy(facts))

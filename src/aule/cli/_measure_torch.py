@@ -1,7 +1,8 @@
-"""Cases of ``aule bench`` on torch tensors, on the CPU or a CUDA device, beside PyTorch's own functions."""
+"""Cases of ``aule bench`` on torch tensors, on the CPU, CUDA or ROCm, beside PyTorch's own functions."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from aule.errors import AuleError
 VERSION: str = torch.__version__
 
 
-def has_cuda() -> bool:
-    """Whether PyTorch's build has CUDA tensors on this machine."""
-    return torch.version.cuda is not None and torch.cuda.is_available()
+def has_gpu(backend: str) -> bool:
+    """Whether PyTorch's build has tensors of CUDA, or of ROCm for ``"hip"``, on this machine."""
+    built = torch.version.hip if backend == "hip" else torch.version.cuda
+    return built is not None and torch.cuda.is_available()
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -127,7 +129,8 @@ class TorchBench:
         found = {}
         for name, backend in _BACKENDS.items():
             try:
-                with sdpa_kernel(backend):
+                with sdpa_kernel(backend), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # PyTorch says at length why a kernel does not serve a call
                     found[name] = call()
             except RuntimeError:  # this GPU, dtype or shape has no such kernel
                 continue

@@ -117,11 +117,12 @@ def _busy() -> bool:
 def _bench(device: str, quick: bool) -> tuple[Any, str | None]:
     """Return what measures on a device, and PyTorch's version if it takes part."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
-    if device.partition(":")[0] in ("cpu", "cuda") and importlib.util.find_spec("torch") is not None:
+    backend = device.partition(":")[0]
+    if backend in ("cpu", "cuda", "hip") and importlib.util.find_spec("torch") is not None:
         from aule.cli import _measure_torch
 
-        place = "cpu" if device.startswith("cpu") else device
-        if place == "cpu" or _measure_torch.has_cuda():
+        place = "cpu" if backend == "cpu" else device.replace("hip", "cuda")  # ROCm's tensors are called so, too
+        if place == "cpu" or _measure_torch.has_gpu(backend):
             return _measure_torch.TorchBench(place, quick, rounds), _measure_torch.VERSION
     from aule.cli._measure_device import DeviceBench
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from aule import settings
 from aule.api.info import table
 from aule.backends import registry
 from aule.cli._launches import ALIASES, OPS, Sizes, about, directions, launches
-from aule.codegen import TARGETS, generate, target_for
+from aule.codegen import TARGETS, generate, target_for, with_arch
 from aule.errors import InvalidArgumentError
 from aule.ir import KernelIR
 from aule.target import Target
@@ -21,6 +19,7 @@ from aule.target import Target
 NATIVE, IR = "native", "ir"
 LANGUAGES: dict[str, str] = {
     "ptx": "NVIDIA GPUs through CUDA",
+    "hip": "AMD GPUs through ROCm",
     "spirv": "Vulkan; binary, so add --output kernel.spv",
     "opencl": "OpenCL C",
     "wgsl": "WebGPU",
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--language", metavar="NAME", help=f"as in --list; default: the device's, or {_DEFAULT_LANGUAGE}"
     )
     parser.add_argument("--backend", metavar="SPEC", help="compile for this device, as 'vulkan:0'")
-    parser.add_argument("--arch", metavar="SM", help="NVIDIA architecture for PTX, as 'sm_90'")
+    parser.add_argument("--arch", metavar="NAME", help="instruction set, as 'sm_90' for ptx or 'gfx942' for hip")
     parser.add_argument("--launch", type=int, metavar="N", help="only the N-th of an operation's launches, from 1")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="float32", help="element type (default float32)")
     parser.add_argument("--seq-len", type=int, default=1024, metavar="N", help="queries and keys (default 1024)")
@@ -172,11 +171,13 @@ def _target(args: argparse.Namespace, language: str | None) -> Target:
         target = target_for(language if language in TARGETS else _DEFAULT_LANGUAGE)
     if args.arch is None:
         return target
-    if target.backend != "cuda" or not re.fullmatch(r"sm_\d{2,3}[af]?", args.arch):
+    try:
+        return with_arch(target, args.arch)
+    except InvalidArgumentError:
         raise InvalidArgumentError(
-            f"[show] expected --arch as sm_90, for ptx, got {args.arch!r} for {target.backend}; change or leave it out"
-        )
-    return replace(target, arch=args.arch)
+            f"[show] expected --arch as sm_90 for ptx or gfx942 for hip, got {args.arch!r} for {target.backend}; "
+            "change or leave it out"
+        ) from None
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:

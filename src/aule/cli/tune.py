@@ -14,6 +14,7 @@ from aule.cli._figures import speed
 from aule.engine.tune import Measured, Outcome, tune
 from aule.engine.tune_cases import OPS, Settings
 from aule.errors import InvalidArgumentError
+from aule.ops.attention.checks import MAX_HEAD_DIM
 from aule.runtime.base import Device
 from aule.store.folder import Untrusted
 from aule.tuning import Record, own
@@ -65,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     sizes = [("--seq-len", args.seq_len), *(("--head-dim", n) for n in args.head_dim)]
     for name, value in (*sizes, *(("--columns", n) for n in args.columns)):
-        if value < 1 or (name == "--head-dim" and value > 256):
+        if value < 1 or (name == "--head-dim" and value > MAX_HEAD_DIM):
             raise InvalidArgumentError(
-                f"[tune] expected {name} of at least 1 (head dimensions to 256), got {value}; change it"
+                f"[tune] expected {name} of at least 1 (head dimensions to {MAX_HEAD_DIM}), got {value}; change it"
             )
     if not (math.isfinite(args.seconds) and args.seconds >= 0):
         raise InvalidArgumentError(f"[tune] expected --seconds of 0 or more, got {args.seconds}; change it")
