@@ -1,4 +1,4 @@
-"""The devices that tests run on: all that are found, and the MSL shim."""
+"""The devices that tests run on: all that are found, the MSL shim, and the stand-in for AMD's libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from aule.backends import registry
 from aule.errors import BackendUnavailableError, InvalidArgumentError
 from aule.runtime.base import Device
 
-BACKENDS = ("cuda", "vulkan", "opencl", "webgpu", "msl-shim", "cpu", "cpu-avx2", "cpu-baseline")
+FULL = os.environ.get("AULE_FULL_GRID") == "1"
+HIP = ("hip-gfx1100", "hip-gfx942")
+"""Devices of the stand-in with 32 and 64 lanes to a wave. `test_hip_standin` runs a sample on these and others."""
+BACKENDS = ("cuda", "vulkan", "opencl", "webgpu", "msl-shim", *(HIP if FULL else ()), "cpu", "cpu-avx2", "cpu-baseline")
 CPUS = ("cpu", "cpu-avx2", "cpu-baseline")
 """The CPU with all of its features, and with fewer."""
 
@@ -23,6 +26,15 @@ def shim() -> Device:
     if not msl_shim.available():
         raise BackendUnavailableError("msl-shim", "[msl-shim] expected g++, got none; install it")
     return msl_shim.ShimDevice()
+
+
+def stand_in(name: str) -> Device:
+    import hip_standin
+
+    if not hip_standin.available():
+        raise BackendUnavailableError("hip", "[hip] expected g++ for the stand-in, got none; install it")
+    arch = name.removeprefix("hip-")
+    return next(device for device in hip_standin.shared()[1] if device.target.arch == arch)
 
 
 @functools.cache
@@ -42,6 +54,8 @@ def device(name: str) -> Device:
     """The first device of a backend; raises `BackendUnavailableError` when there is none."""
     if name == "msl-shim":
         return shim()
+    if name.startswith("hip-"):
+        return stand_in(name)
     if name in CPUS[1:]:
         return lowered(name.removeprefix("cpu-"))
     found = registry.find(name)
@@ -71,5 +85,5 @@ def spare(device: Device, number: int, parts: int = 3, cpu_parts: int = 1) -> No
             mine, parts = 0, cpu_parts
     else:
         mine = _PARTS.get(backend) if device.target.software else None
-    if mine is not None and number % parts != mine and os.environ.get("AULE_FULL_GRID") != "1":
+    if mine is not None and number % parts != mine and not FULL:
         pytest.skip(f"one case in {parts} is run here; AULE_FULL_GRID=1 runs all")

@@ -72,6 +72,18 @@ SMALL_AXES: dict[str, tuple[Any, ...]] = {
 """Short sequences and fewer values, for the interpreter."""
 
 
+WIDE_AXES: dict[str, tuple[Any, ...]] = {
+    **AXES,
+    "head_dim": (512, 288, 320, 384, 576),
+    "value_dim": ("same", 512, 320, 128),
+    "seqs": ((33, 65), (1, 77), (40, 40), (35, 19)),
+    "heads": ((1, 2, 1), (1, 2, 2)),
+    "window": (None, (16, 0), (5, 9)),
+    "mask": (None, "over-heads", "key-padding", "additive-inf"),
+    "dropout": (0.0, 0.25),
+}
+"""Heads above 256."""
+
 DROPOUT_AXES: dict[str, tuple[Any, ...]] = {
     **{name: values[:2] for name, values in AXES.items()},
     "dtype": AXES["dtype"],
@@ -136,17 +148,21 @@ class Case:
         }
 
 
-def forward_grid(size: Literal["full", "small"] = "full") -> list[Case]:
+def forward_grid(size: Literal["full", "small", "wide"] = "full") -> list[Case]:
     """The cases of the grid, the same ones in the same order every time.
 
     Parameters
     ----------
     size : str
         ``"full"`` covers every pair of values of `AXES`, `EMPTY_AXES` and `DROPOUT_AXES`; ``"small"`` of `SMALL_AXES`
-        and `SMALL_DROPOUT_AXES`.
+        and `SMALL_DROPOUT_AXES`; ``"wide"`` of `WIDE_AXES`.
     """
-    full, small = (AXES, EMPTY_AXES, DROPOUT_AXES), (SMALL_AXES, SMALL_DROPOUT_AXES)
-    rows = [row for axes in (full if size == "full" else small) for row in pairwise(axes)]
+    sizes = {
+        "full": (AXES, EMPTY_AXES, DROPOUT_AXES),
+        "small": (SMALL_AXES, SMALL_DROPOUT_AXES),
+        "wide": (WIDE_AXES,),
+    }
+    rows = [row for axes in sizes[size] for row in pairwise(axes)]
     return [_case(index, row) for index, row in enumerate(rows)]
 
 
@@ -217,7 +233,7 @@ def _case(index: int, row: dict[str, Any]) -> Case:
         *(["softcap"] if row["softcap"] else []),
         *([row["mask"]] if row["mask"] else []),
         *flags,
-        *([f"dropout{row['dropout']}"] if "dropout" in row else []),
+        *([f"dropout{row['dropout']}"] if row.get("dropout") else []),
         row["strides"],
     ]
     return Case(

@@ -1,6 +1,6 @@
 """Runs the forward grid on chosen devices without pytest, for machines that have none.
 
-python tests/run_grid.py [full|small][:COUNT] [gradients] cuda vulkan opencl webgpu cpu
+python tests/run_grid.py [full|small|wide][:COUNT] [gradients] cuda vulkan opencl webgpu cpu
 """
 
 from __future__ import annotations
@@ -90,5 +90,5 @@ def main(size: str, names: list[str]) -> int:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    chosen = arguments.pop(0) if arguments and arguments[0].startswith(("full", "small")) else "full"
+    chosen = arguments.pop(0) if arguments and arguments[0].startswith(("full", "small", "wide")) else "full"
     sys.exit(main(chosen, arguments))

@@ -38,8 +38,8 @@ hide: [toc]
 How far each feature was checked on each backend, as of {date}.
 
 - **✓**: executed on a device of this kind, and compared with the float64 reference.
-- **○**: compiled only: the code is generated and a compiler accepts it, but no such device has run it. Metal's code
-  runs on the CPU through a shim, and its results are compared; Apple's compiler and GPUs have not seen it.
+- **○**: compiled only: the code is generated and a compiler accepts it, but no such device has run it. Metal's and
+  HIP's code runs on the CPU through stand-ins, and its results are compared; no Apple or AMD device has run it.
 - **–**: not supported. The call raises an error, or works without it: on other arithmetic units, or with a copy.
 
 The tests allow an error of 1e-5 of the largest output in float32. In float16 and bfloat16 they allow twice the error of
@@ -58,7 +58,9 @@ HOW = """\
   described in the [numerical contract](numerics.md).
 - **lavapipe, PoCL, wgpu**: the whole grid has passed on each. Each run of the tests takes a fifth of the forward
   cases per device, and a fourteenth of the gradients; `AULE_FULL_GRID=1` runs all.
-- **AMD, Intel**: their kernels have their own tile sizes, which no such device has run.
+- **AMD through HIP**: compiled and executed on a stand-in; no AMD device has run it. Samples of all grids pass on six
+  instruction sets, with matrix instructions emulated as AMD's manuals describe them: [AMD GPUs](amd.md).
+- **AMD through Vulkan, Intel**: their kernels have their own tile sizes, which no such device has run.
 - **Apple**: the float16 and bfloat16 cases up to head dimension 128 passed through the shim, with simdgroup matrices.
   The layout of a matrix over a simdgroup is taken from others' reports.
 """

@@ -18,6 +18,7 @@ from aule.api.exported import register_when_needed as _register_when_needed
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
+    from aule import distributed as distributed
     from aule import integrations as integrations
     from aule import ir as ir
     from aule import nn as nn
@@ -42,6 +43,7 @@ if _TYPE_CHECKING:
     from aule.api.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
     from aule.api.kvcache import KVCache
     from aule.api.launch import Kernel, kernel, launch
+    from aule.api.mla import mla_decode
     from aule.api.precision import attention
     from aule.api.rope import precompute_rope_frequencies
     from aule.api.row_ops import (
@@ -71,6 +73,7 @@ if _TYPE_CHECKING:
         BackendUnavailableError,
         CacheFullError,
         ClosedError,
+        CommunicationError,
         DeviceLostError,
         DeviceMismatchError,
         InvalidArgumentError,
@@ -86,11 +89,13 @@ if _TYPE_CHECKING:
     from aule.frontends.block_mask import BlockMask
     from aule.integrations.patching import PatchReport as PatchReport
     from aule.integrations.patching import patch_model as patch_model
+    from aule.ops.attention.checks import MAX_HEAD_DIM
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
 _register_when_needed()
 
 __all__ = [
+    "MAX_HEAD_DIM",
     "Aule",
     "AuleError",
     "AuxOutput",
@@ -99,6 +104,7 @@ __all__ = [
     "BlockMask",
     "CacheFullError",
     "ClosedError",
+    "CommunicationError",
     "DeviceLostError",
     "DeviceMismatchError",
     "InvalidArgumentError",
@@ -141,6 +147,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_linear",
     "merge_states",
+    "mla_decode",
     "noop_mask",
     "or_masks",
     "precompute_rope_frequencies",
@@ -173,16 +180,18 @@ _HOMES = (
     "api.sdpa",
     "api.kvcache",
     "api.launch",
+    "api.mla",
+    "ops.attention.checks",
 )
 """Modules that define the names above."""
 
 
-_NOT_STARRED = ("PatchReport", "integrations", "ir", "nn", "patch_model")
+_NOT_STARRED = ("PatchReport", "distributed", "integrations", "ir", "nn", "patch_model")
 """Names that `from aule import *` leaves out: most need PyTorch."""
 
 
 def __getattr__(name: str) -> _Any:
-    if name in ("codegen", "integrations", "ir", "kernels", "nn"):
+    if name in ("codegen", "distributed", "integrations", "ir", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
     if name in ("PatchReport", "patch_model"):
         return getattr(_importlib.import_module("aule.integrations.patching"), name)

@@ -150,6 +150,13 @@ class ClosedError(AuleError):
         super().__init__("AULE_ERROR_CLOSED", message)
 
 
+class CommunicationError(AuleError, RuntimeError):
+    """Ranks of a process group lost each other, or one did not answer within the group's time limit."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_COMMUNICATION", message)
+
+
 class KernelError(AuleError):
     """A kernel breaks a rule of the IR, or uses something that its target language lacks."""
 

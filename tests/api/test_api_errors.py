@@ -108,9 +108,9 @@ BAD = [
         "heads_q to be a multiple of heads_kv, got heads_q 4 and heads_kv 3",
         lambda: arrays((2, 4, 9, 16), (2, 3, 9, 16)),
     ),
-    Bad("head_dim 0", SHAPE, r"head_dim of q and k in 1\.\.256, got 0; pad", lambda: arrays((2, 4, 9, 0))),
-    Bad("head_dim 257", SHAPE, r"head_dim of q and k in 1\.\.256, got 257; split", lambda: arrays((2, 4, 9, 257))),
-    Bad("value_dim 257", SHAPE, r"head_dim of v in 1\.\.256, got 257", lambda: arrays(v=(2, 4, 9, 257))),
+    Bad("head_dim 0", SHAPE, r"head_dim of q and k in 1\.\.576, got 0; pad", lambda: arrays((2, 4, 9, 0))),
+    Bad("head_dim 577", SHAPE, r"head_dim of q and k in 1\.\.576, got 577; split", lambda: arrays((2, 4, 9, 577))),
+    Bad("value_dim 577", SHAPE, r"head_dim of v in 1\.\.576, got 577", lambda: arrays(v=(2, 4, 9, 577))),
     Bad(
         "integers",
         DTYPE,

@@ -257,11 +257,11 @@ def test_log_says_once_which_device_serves(monkeypatch: pytest.MonkeyPatch, capl
 
 def test_log_says_once_why_calls_are_passed_on(caplog: pytest.LogCaptureFixture) -> None:
     torch = pytest.importorskip("torch")
-    big = torch.ones(1, 1, 2, 300)
+    big = torch.ones(1, 1, 2, 640)
     with aule.installed(), caplog.at_level(logging.INFO, logger="aule"):
         for _ in range(2):
             torch.nn.functional.scaled_dot_product_attention(big, big, big)
-    assert [x.getMessage() for x in caplog.records] == ["passed on to PyTorch: head_dim above 256"]
+    assert [x.getMessage() for x in caplog.records] == ["passed on to PyTorch: head_dim above 576"]
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

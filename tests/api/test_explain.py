@@ -84,6 +84,11 @@ def test_arrays(backend: str, plans: list[Any]) -> None:
     offsets = np.array([0, 30, 70], np.int32)
     packed = [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v)]
     explained(plans, aule.flash_attention_varlen, *packed, offsets, offsets, backend=backend)
+    slopes, causal = np.ones(4, np.float32), aule.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 70, 70)
+    if backend in ("numpy", "cpu"):  # renderers for GPUs add shared memory to the kernel that lists tiles
+        explained(
+            plans, aule.flex_attention, q, k, v, lambda s, b, h, i, j: s - slopes[h] * (i - j), causal, backend=backend
+        )
     lens = np.array([60, 70], np.int32)
     explained(plans, aule.decode_attention, q[:, :, 0], k, v, context_lens=lens, backend=backend)
     pages = arrays(6, 32, 4, 32, count=2, dtype=dtype)
@@ -101,10 +106,13 @@ def test_tensors_and_their_gradients(plans: list[Any]) -> None:
     weight = torch.ones(24, requires_grad=True)
     at = torch.tensor([0, 20, 50], dtype=torch.int32)
     packed = [x[0].transpose(0, 1).contiguous().detach().requires_grad_() for x in (q, k, v)]
+    mask = aule.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 50, 50)
     cases: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
         (aule.flash_attention, (q, k, v), {}),
         (aule.flash_attention, (q, k, v), {"bias": bias, "dropout_p": 0.25, "seed": 3, "causal": False}),
         (aule.flash_attention_varlen, (*packed, at, at), {}),
+        (aule.flex_attention, (q, k, v, lambda s, b, h, i, j: s + bias[0, h, i, j]), {}),
+        (aule.flex_attention, (q, k, v), {"block_mask": mask}),
         (aule.rms_norm, (q, weight), {}),
         (aule.residual_rms_norm, (q, k, weight), {}),
         (aule.cross_entropy, (torch.randn(9, 33, requires_grad=True), torch.zeros(9, dtype=torch.int64)), {}),
@@ -190,7 +198,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert aule.explain(aule.rms_norm, q).device_reason.startswith("row operations stay on the CPU")
     found = aule.explain(q, k, v)
     assert found.device_reason == "it is the first hardware device in order of preference"
-    assert set(found.passed_over) <= {"cuda", "metal", "vulkan", "opencl", "webgpu"}
+    assert set(found.passed_over) <= {"cuda", "hip", "metal", "vulkan", "opencl", "webgpu"}
     monkeypatch.setenv("AULE_BACKEND", "numpy")
     assert aule.explain(q, k, v).device_reason == "AULE_BACKEND=numpy asks for it"
 

@@ -125,7 +125,7 @@ def test_verbose_says_each_thing_once(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_reasons() -> None:
     q, k, v = tensors((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8))
-    big = tensors((1, 1, 2, 512))[0]
+    big = tensors((1, 1, 2, 640))[0]
     mask = torch.zeros(4, 4)
     with aule.installed():
         sdpa = F.scaled_dot_product_attention
@@ -144,7 +144,7 @@ def test_reasons() -> None:
             "served": 0,
             "passed_on": 7,
             "reasons": {
-                "head_dim above 256": 1,
+                "head_dim above 576": 1,
                 "scale": 1,
                 "device meta": 1,
                 "a functorch transform": 1,
@@ -370,7 +370,7 @@ def test_registered_implementation(flash: Any, dtype: Any, options: str) -> None
 
 
 def test_registered_implementation_refuses(flash: Any) -> None:
-    (x,) = tensors((1, 1, 4, 512))
+    (x,) = tensors((1, 1, 4, 640))
     x.requires_grad_()
     F.scaled_dot_product_attention(x, x, x).sum().backward()
     assert x.grad is not None

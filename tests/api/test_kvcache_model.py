@@ -230,7 +230,7 @@ def two(shape: tuple[int, ...], dtype: Any = np.float32) -> tuple[Any, Any]:
     "options",
     [
         {"page_size": 257}, {"page_size": 0}, {"layers": 0}, {"dtype": "float64"}, {"layout": "DHN"},
-        {"quantize": "int4"}, {"num_pages": 0}, {"head_dim": 257}, {"backend": "fortran"},
+        {"quantize": "int4"}, {"num_pages": 0}, {"head_dim": 577}, {"backend": "fortran"},
     ],
 )  # fmt: skip
 def test_options_are_checked(options: dict[str, Any]) -> None:

@@ -41,3 +41,13 @@ def test_serve_tiny(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "5 of 5 results are what generate() gives for the prompt alone" in said
     assert "tokens/s" in said and "at most 1" in said  # of 16 pages: not all prompts ran at once
+
+
+def test_long_context_training(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)  # its processes import it by name
+    losses = load("long_context_training").main(["--ranks", "2", "--rows", "512", "--steps", "3", "--limit", "1"])
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    said = capfd.readouterr().out
+    assert "one process: 512 rows need 1.2 MiB in one process; the limit is 1.0 MiB" in said
+    assert "2 processes: 256 rows each, 0.6 MiB" in said
+    assert said.count("busiest rank 1.0") == 3

@@ -24,6 +24,8 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+import aule
+
 PAGES = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") if "lab" not in p.parts)])
 BLOCK = re.compile(r"^(?P<indent> *)```(?P<kind>[a-z]+)[^\n]*\n(?P<body>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 RUN = ("aule", "python")
@@ -119,6 +121,8 @@ def test_commands(page: Path, tmp_path: Path) -> None:
             continue
         words = shlex.split(command, comments=True)
         assert words[0] in RUN, f"{name(page)}:{line}: neither of {RUN} nor of {NOT_RUN}"
+        if "hip" in words and "hip" in aule.get_backend_errors():
+            continue  # for owners of an AMD GPU
         program = [sys.executable, "-m", "aule"] if words[0] == "aule" else [sys.executable]
         done = subprocess.run(
             [*program, *words[1:]], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600

@@ -10,8 +10,10 @@ from aule.api.types import (
     Array,
     AttentionKeywords,
     Integers,
+    MaskMod,
     PackedKeywords,
     RopeKeywords,
+    ScoreMod,
     Tables,
     TensorKeywords,
     Window,
@@ -69,7 +71,7 @@ def flash_attention(
         ``[batch, heads, seq, head_dim]``, or ``[heads, seq, head_dim]``, or ``[seq, head_dim]``: NumPy arrays, torch
         tensors or arrays with ``__dlpack__``; float32, float16 or bfloat16 (float64 on the CPU), any strides.
         ``heads_q`` may be a multiple of ``heads_kv``, ``seq_q`` may differ from ``seq_kv``, the head dimension of ``v``
-        may differ from that of ``q`` and ``k``; each is at most 256.
+        may differ from that of ``q`` and ``k``; each is at most `aule.MAX_HEAD_DIM`, 576.
     causal : bool
         Row ``i`` attends to keys up to its own position. True by default, whereas ``is_causal`` of PyTorch's
         ``scaled_dot_product_attention`` is False by default.
@@ -258,6 +260,8 @@ def flash_attention_varlen(
     deterministic: bool = False,
     out: Array | None = None,
     backend: str | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     **unknown: NoReturn,
 ) -> Any:
     """Compute attention within each sequence of a packed batch, in one launch.
@@ -284,6 +288,10 @@ def flash_attention_varlen(
         ``i``.
     return_lse, deterministic, out, backend
         As in `flash_attention`.
+    score_mod, mask_mod : callable, optional
+        ``score_mod(score, b, h, q_idx, kv_idx) -> score`` and ``mask_mod(b, h, q_idx, kv_idx) -> bool``, as in
+        `flex_attention`: ``b`` is the sequence, and the indices count within it. They come after the other options;
+        for a mask of your own alone pass ``causal=False``. Tensors that they capture get no gradients here.
 
     Returns
     -------
@@ -297,8 +305,10 @@ def flash_attention_varlen(
         causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, cos, sin, rope_interleaved, dropout_p, seed,
         causal_align, return_lse, deterministic, out, backend,
     )  # fmt: skip
-    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return front_end(q, "flash_attention_varlen").flash_attention_varlen(q, k, v, *offsets, options)
+    offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return front_end(q, "flash_attention_varlen").flash_attention_varlen(
+        q, k, v, offsets, longest, options, (score_mod, mask_mod)
+    )
 
 
 @overload

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 import numpy as np
 
 from aule.api.names import refuses_unknown, unknown_option
-from aule.api.types import A, Array, B, CascadeKeywords, DecodeKeywords, Integers, PagedKeywords, Window
+from aule.api.types import (
+    A,
+    Array,
+    B,
+    CascadeKeywords,
+    DecodeKeywords,
+    Integers,
+    MaskMod,
+    PagedKeywords,
+    ScoreMod,
+    Window,
+)
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends import by_type, front_end
 from aule.ops.shared.checks import checked_flag
@@ -45,6 +56,9 @@ def decode_attention(
     return_lse: bool = False,
     out: Array | None = None,
     backend: str | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    tree_mask: Array | None = None,
     **unknown: NoReturn,
 ) -> Any:
     """Compute attention of the newest tokens of each sequence over its cache of keys and values.
@@ -63,6 +77,15 @@ def decode_attention(
         without a synchronisation.
     causal, scale, window, softcap, alibi_slopes, sinks, return_lse, out, backend
         As in `flash_attention`. Gradients are not supported.
+    score_mod : callable, optional
+        ``score_mod(score, b, h, q_idx, kv_idx) -> score``, traced into the kernel as in `flex_attention`. ``b`` is the
+        sequence; ``q_idx`` and ``kv_idx`` are the places of query and key in their sequence, so that a function means
+        the same as for the whole prompt: query row ``i`` has ``q_idx = context_len - seq_q + i``.
+    mask_mod : callable, optional
+        ``mask_mod(b, h, q_idx, kv_idx) -> bool``: whether a key is kept, of those that the other options keep.
+    tree_mask : bool array, optional
+        ``[tokens, tokens]`` or ``[batch, tokens, tokens]``, for speculative decoding: which of the last ``tokens`` keys
+        each of the ``tokens`` newest queries keeps. It takes the place of ``causal``; all earlier keys are kept.
 
     Returns
     -------
@@ -74,7 +97,7 @@ def decode_attention(
         raise unknown_option(decode_attention, unknown)
     options = DecodeOptions(
         context_lens, None, None, None, None, None, "HND", causal, scale, window, softcap, alibi_slopes, sinks,
-        return_lse, out, backend,
+        return_lse, out, backend, score_mod, mask_mod, tree_mask,
     )  # fmt: skip
     found = by_type.get(type(q))  # saves a function call on the path of repeated calls
     return (front_end(q, "decode_attention") if found is None else found).decode(q, k, v, options)
@@ -135,6 +158,9 @@ def flash_attention_paged(
     return_lse: bool = False,
     out: Array | None = None,
     backend: str | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    tree_mask: Array | None = None,
     **unknown: NoReturn,
 ) -> Any:
     """Compute attention over keys and values that are stored in pages of a pool.
@@ -164,6 +190,15 @@ def flash_attention_paged(
         Order of the cache's axes.
     causal, scale, window, softcap, alibi_slopes, sinks, return_lse, out, backend
         As in `flash_attention`. Gradients are not supported.
+    score_mod : callable, optional
+        ``score_mod(score, b, h, q_idx, kv_idx) -> score``, traced into the kernel as in `flex_attention`. ``b`` is the
+        sequence; ``q_idx`` and ``kv_idx`` are the places of query and key in their sequence, so that a function means
+        the same as for the whole prompt: query row ``i`` has ``q_idx = context_len - seq_q + i``.
+    mask_mod : callable, optional
+        ``mask_mod(b, h, q_idx, kv_idx) -> bool``: whether a key is kept, of those that the other options keep.
+    tree_mask : bool array, optional
+        ``[tokens, tokens]`` or ``[batch, tokens, tokens]``, for speculative decoding: which of the last ``tokens`` keys
+        each of the ``tokens`` newest queries keeps. It takes the place of ``causal``; all earlier keys are kept.
 
     Returns
     -------
@@ -180,7 +215,7 @@ def flash_attention_paged(
         )
     options = DecodeOptions(
         context_lens, block_tables, cu_seqlens_q, max_seqlen_q, k_scale, v_scale, layout, causal, scale, window,
-        softcap, alibi_slopes, sinks, return_lse, out, backend,
+        softcap, alibi_slopes, sinks, return_lse, out, backend, score_mod, mask_mod, tree_mask,
     )  # fmt: skip
     found = by_type.get(type(q))
     end = front_end(q, "flash_attention_paged") if found is None else found
@@ -274,7 +309,8 @@ def cascade_attention(
     sinks, cu_seqlens_q, max_seqlen_q, causal, return_lse
         As for `flash_attention_paged`.
     **options
-        Other options of `flash_attention_paged`, except ``window``, ``alibi_slopes`` and ``out``.
+        Other options of `flash_attention_paged`, except ``window``, ``alibi_slopes``, ``out``, ``score_mod``,
+        ``mask_mod`` and ``tree_mask``.
 
     Returns
     -------
@@ -321,7 +357,7 @@ def cascade_attention(
 def _check_cascade(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, context_lens: Any, shared_pages: Any, options: dict[str, Any]
 ) -> None:
-    for name in ("window", "alibi_slopes", "out"):
+    for name in ("window", "alibi_slopes", "out", "score_mod", "mask_mod", "tree_mask"):
         if options.get(name) is not None:
             raise InvalidArgumentError(
                 f"[cascade_attention] expected no {name}, got one; use flash_attention_paged, which has it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from aule.api import attention, decode, row_ops
+from aule.api import attention, decode, flex, mla, row_ops
 from aule.engine.explain import Explanation
 from aule.errors import InvalidArgumentError
 from aule.ops.catalogue import CATALOGUE
@@ -14,8 +14,10 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     attention.flash_attention,
     attention.flash_attention_rope,
     attention.flash_attention_varlen,
+    flex.flex_attention,
     decode.decode_attention,
     decode.flash_attention_paged,
+    mla.mla_decode,
     *(getattr(row_ops, name) for name in CATALOGUE),
 )
 
@@ -34,7 +36,8 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
     ----------
     *arguments
         Arguments of the function, after the function itself if it is not `flash_attention`: `flash_attention_rope`,
-        `flash_attention_varlen`, `decode_attention`, `flash_attention_paged` or a row operation (`rms_norm` ...).
+        `flash_attention_varlen`, `flex_attention`, `decode_attention`, `flash_attention_paged`, `mla_decode` or a row
+        operation (`rms_norm` ...).
     **options
         Options of the function.
 

@@ -178,10 +178,11 @@ def _torch_routes(default: str, build: dict[str, str | None]) -> dict[str, str]:
         host = "in place, by cpu:0"
     elif default.partition(":")[0] not in ("cpu", registry.NUMPY):
         host = f"copied to {default} and back"
+    in_place = "in place, on PyTorch's current stream"
     routes = {
         "cpu": host,
-        "cuda": staged if forced and not forced.startswith("cuda") else "in place, on PyTorch's current stream",
-        "hip": staged,
+        "cuda": staged if forced and not forced.startswith("cuda") else in_place,
+        "hip": staged if "hip" not in registry.available() or (forced and not forced.startswith("hip")) else in_place,
         "xpu": staged,
         "mps": staged if forced and not forced.startswith("metal") else "in place, by torch.mps.compile_shader",
     }

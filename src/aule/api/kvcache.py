@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from aule import settings
 from aule.api.decode import cascade_attention, flash_attention_paged
+from aule.api.mla import mla_decode
 from aule.api.names import refuses_unknown, unknown_option
 from aule.api.types import A, Array, CacheKeywords, Tables
 from aule.backends import registry
@@ -21,6 +22,7 @@ from aule.engine.kvcache import writer
 from aule.engine.memory import reports_shortage
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import without_torch
+from aule.ops.attention.checks import MAX_HEAD_DIM
 from aule.ops.decode.validate import LAYOUTS, MAX_PAGE
 from aule.ops.kvcache.pages import Append, PageTable
 from aule.ops.kvcache.problem import QUANTISED
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _NAMES = ("k_cache", "v_cache", "k_scale", "v_scale")
+_LATENT_OPTIONS = {"scale", "causal", "k_scale", "v_scale", "return_lse", "out", "backend"}
+"""Options of `attend` that `mla_decode` serves."""
 _DERIVED = ("_front", "_pools", "_written", "_lock", "_known")
-_MAX_DIM = 256
 
 
 class Pool(NamedTuple):
@@ -74,6 +77,9 @@ class KVCache:
         Layers of the model.
     value_dim : int, optional
         Dimension of the values; default ``head_dim``.
+    latent : bool
+        The values are the first ``value_dim`` columns of the keys, as in multi-head latent attention: only keys are
+        stored, of one head, and `append` takes no values.
     layout : {"NHD", "HND"}
         ``[pages, page, heads_kv, dim]`` or ``[pages, heads_kv, page, dim]``.
     quantize : {"int8", "fp8"}, optional
@@ -111,6 +117,7 @@ class KVCache:
         dtype: object = "float32",
         layers: int = 1,
         value_dim: int | None = None,
+        latent: bool = False,
         layout: Literal["NHD", "HND"] = "NHD",
         quantize: object = None,
         device: Any = None,
@@ -123,8 +130,8 @@ class KVCache:
         limits = {
             "num_pages": (num_pages, 1 << 31),
             "heads_kv": (heads_kv, 1 << 16),
-            "head_dim": (head_dim, _MAX_DIM),
-            "value_dim": (value_dim, _MAX_DIM),
+            "head_dim": (head_dim, MAX_HEAD_DIM),
+            "value_dim": (value_dim, MAX_HEAD_DIM),
             "page_size": (page_size, MAX_PAGE),
             "layers": (layers, 1 << 16),
         }
@@ -137,6 +144,12 @@ class KVCache:
         if num_pages * page_size >= 1 << 31:
             raise InvalidArgumentError(
                 f"[KVCache] expected less than 2**31 tokens, got {num_pages} pages of {page_size}; make several caches"
+            )
+        self.latent = checked_flag("KVCache", "latent", latent)
+        if self.latent and (heads_kv != 1 or value_dim > head_dim):
+            raise InvalidArgumentError(
+                f"[KVCache] expected one key head and value_dim of at most head_dim with latent=True, got {heads_kv} "
+                f"heads and {value_dim} of {head_dim}; the values are the first columns of the keys"
             )
         name = dtype_name(dtype) or ""
         if name not in _DTYPES:
@@ -153,27 +166,27 @@ class KVCache:
         stored = KERNEL_NAMES[name] if quantize is None else QUANTISED[quantize][0]
         order = (page_size, heads_kv) if layout == "NHD" else (heads_kv, page_size)
         rows = (layers, num_pages, *order)
-        self._arrays = {
-            "k_cache": self._front.empty((*rows, head_dim), stored, device),
-            "v_cache": self._front.empty((*rows, value_dim), stored, device),
-        }
+        dims = {"k": head_dim} if self.latent else {"k": head_dim, "v": value_dim}
+        self._arrays = {f"{x}_cache": self._front.empty((*rows, dim), stored, device) for x, dim in dims.items()}
         if device is not None:
             self.device = self._arrays["k_cache"].device  # with its index, even if the current device changes
         if quantize is not None:
-            self._arrays |= {f"{x}_scale": self._front.empty(rows, "f32", device) for x in "kv"}
-        scale_bytes = 0 if quantize is None else 8
-        token_bytes = layers * heads_kv * ((head_dim + value_dim) * ITEMSIZE[stored] + scale_bytes)
+            self._arrays |= {f"{x}_scale": self._front.empty(rows, "f32", device) for x in dims}
+        scale_bytes = 0 if quantize is None else 4 * len(dims)
+        token_bytes = layers * heads_kv * (sum(dims.values()) * ITEMSIZE[stored] + scale_bytes)
         self.page_bytes = page_size * token_bytes
         self._pages = PageTable(num_pages, page_size, layers, self.page_bytes)
         self._derive()
 
     def _derive(self) -> None:
         """Make what a copy does not take along: views, the lock, and arrays that the layers of a step share."""
-        self._pools = [
-            Pool(*(self._arrays[name][layer] if name in self._arrays else None for name in _NAMES))
-            for layer in range(self.layers)
-        ]
-        self._written = [_pages_first(pool, self.layout) for pool in self._pools]
+        stored = [{name: array[layer] for name, array in self._arrays.items()} for layer in range(self.layers)]
+        self._written = [_pages_first(arrays, self.layout) for arrays in stored]
+        for arrays in stored if self.latent else ():
+            arrays["v_cache"] = arrays["k_cache"][..., : self.value_dim]
+            if self.quantize is not None:
+                arrays["v_scale"] = arrays["k_scale"]
+        self._pools = [Pool(*(arrays.get(name) for name in _NAMES)) for arrays in stored]
         self._lock = threading.RLock()
         self._known: dict[str, tuple[Any, Any]] = {}
 
@@ -266,7 +279,7 @@ class KVCache:
         self,
         seqs: int | Sequence[int],
         k: Array,
-        v: Array,
+        v: Array | None = None,
         layer: int = 0,
         rope: Tables | None = None,
         *,
@@ -281,7 +294,7 @@ class KVCache:
             Each once.
         k, v : array
             ``[tokens, heads_kv, dim]``: the new tokens of all sequences, concatenated; or ``[len(seqs), heads_kv,
-            tokens, dim]``. Any strides, on the pool's device.
+            tokens, dim]``. Any strides, on the pool's device. No ``v`` if the cache is latent.
         layer : int
             The layer that they belong to.
         rope : (cos, sin), optional
@@ -300,8 +313,16 @@ class KVCache:
         """
         wanted, at = _sequences(seqs), self._layer("append", layer)
         interleaved = checked_flag("KVCache.append", "interleaved", interleaved)
-        rows_k, rows_v, counts = self._rows(wanted, k, v, lengths)
-        arrays = {"k": rows_k, "v": rows_v, **self._written[at], **_angles(rope)}
+        if (v is None) != self.latent:
+            raise InvalidArgumentError(
+                "[KVCache.append] expected no v for a latent cache, got one; its values are the first columns of k"
+                if self.latent
+                else "[KVCache.append] expected v, got none; only a cache with latent=True has no values of its own"
+            )
+        rows_k, rows_v, counts = self._rows(wanted, k, k if v is None else v, lengths)
+        arrays = {"k": rows_k, **self._written[at], **_angles(rope)}
+        if v is not None:
+            arrays["v"] = rows_v
         with self._lock:
             planned = self._pages.plan_append(wanted, counts, at)
             _check_positions("append", rope, max(map(sum, zip(planned.starts, counts, strict=True)), default=0))
@@ -403,11 +424,21 @@ class KVCache:
         pool = self.pool(at)
         if self.quantize is not None:
             options |= {"k_scale": pool.k_scale, "v_scale": pool.v_scale}
+        if self.latent and not cascade and options.keys() <= _LATENT_OPTIONS:
+            return self._attend_latent(q, pool, tables, lens, options)
         options["layout"] = self.layout
         if cascade:
             before = self._before_all(q, lengths, options)
             return cascade_attention(q, pool.k, pool.v, tables, lens, shared_pages=min(shared, before), **options)
         return flash_attention_paged(q, pool.k, pool.v, tables, lens, **options)
+
+    def _attend_latent(self, q: Any, pool: Pool, tables: Any, lens: Any, options: dict[str, Any]) -> Any:
+        """`aule.mla_decode`, which reads the cache once for keys and values."""
+        head = (slice(None), slice(None), 0) if self.layout == "NHD" else (slice(None), 0)
+        options = {name: x for name, x in options.items() if name not in ("k_scale", "v_scale")}
+        scale, kv_scale = options.pop("scale", None), None if pool.k_scale is None else pool.k_scale[head]
+        given = {"scale": scale, "kv_scale": kv_scale, "value_dim": self.value_dim, **options}
+        return mla_decode(q, pool.k[head], tables, lens, **given)
 
     # -- checks and helpers ------------------------------------------------------------------------------------------
 
@@ -540,10 +571,9 @@ def rotate(op: str, x: Any, places: Any, rope: tuple[Any, Any], interleaved: boo
     return out[:, :, 0] if x.ndim == 3 else out
 
 
-def _pages_first(pool: Pool, layout: str) -> dict[str, Any]:
+def _pages_first(arrays: dict[str, Any], layout: str) -> dict[str, Any]:
     """The arrays of a layer by name, as ``[pages, page, heads, ...]``."""
-    found = {name: array for name, array in zip(_NAMES, pool, strict=True) if array is not None}
-    return found if layout == "NHD" else {name: array.swapaxes(1, 2) for name, array in found.items()}
+    return {name: array if layout == "NHD" else array.swapaxes(1, 2) for name, array in arrays.items()}
 
 
 def _check_positions(op: str, rope: tuple[Any, Any] | None, needed: int) -> None:

@@ -97,14 +97,14 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
     """Replace PyTorch's ``scaled_dot_product_attention``, and its ``flex_attention``, with aule.
 
     Calls that aule cannot serve go to PyTorch's own function and are counted with their reason: see `dispatch_stats`. A
-    call in code that ``torch.compile`` or ``torch.export`` trace becomes the operator ``aule::attention``, and is
+    call in code that ``torch.compile`` or ``torch.export`` trace becomes an operator, ``aule::attention``, and is
     counted when it is traced, not when it runs. Functorch transforms and dispatch modes get PyTorch's own function,
     which has second derivatives and forward mode; aule has neither. So do calls under
     ``torch.nn.attention.sdpa_kernel`` without a fused kernel (``SDPBackend.MATH`` alone), nested tensors, and CPU
     tensors without the CPU engine (extra ``cpu``), which NumPy would compute more slowly than PyTorch.
 
-    ``flex_attention`` is served where it is called by itself, compiled (``torch.compile(flex_attention)``) or not; a
-    larger compiled graph, and ``torch.compile(flex_attention, fullgraph=True)``, need PyTorch's own.
+    ``flex_attention`` is served in compiled code too, by itself or in a larger graph, as ``aule::flex_attention``; a
+    function that aule cannot trace gets PyTorch's own there.
 
     Modules that imported the function by its name before get aule's, too. References under other names, in closures,
     default arguments or attributes of objects, and calls of ``torch._C._nn`` or ``torch.ops.aten`` stay PyTorch's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 
@@ -31,6 +31,10 @@ Tables: TypeAlias = "tuple[Array, Array]"
 """Cosines and sines of rotary embeddings."""
 
 
+ScoreMod: TypeAlias = "Callable[[Any, Any, Any, Any, Any], Any]"
+MaskMod: TypeAlias = "Callable[[Any, Any, Any, Any], Any]"
+
+
 class ScoreKeywords(TypedDict, total=False):
     """Options of every attention function."""
 
@@ -44,8 +48,8 @@ class ScoreKeywords(TypedDict, total=False):
     backend: str | None
 
 
-class PackedKeywords(ScoreKeywords, total=False):
-    """Options of `aule.flash_attention_varlen` besides ``return_lse``."""
+class TrainedKeywords(ScoreKeywords, total=False):
+    """Options that `aule.flash_attention` and `aule.flash_attention_varlen` share."""
 
     rope: Tables | None
     rope_interleaved: bool
@@ -55,7 +59,14 @@ class PackedKeywords(ScoreKeywords, total=False):
     deterministic: bool
 
 
-class AttentionKeywords(PackedKeywords, total=False):
+class PackedKeywords(TrainedKeywords, total=False):
+    """Options of `aule.flash_attention_varlen` besides ``return_lse``."""
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+
+
+class AttentionKeywords(TrainedKeywords, total=False):
     """Options of `aule.flash_attention` besides ``return_lse``."""
 
     mask: Array | None
@@ -88,13 +99,21 @@ class TensorKeywords(RopeKeywords, total=False):
     rope: Tables | None
 
 
-class DecodeKeywords(ScoreKeywords, total=False):
+class NewestKeywords(ScoreKeywords, total=False):
+    """Options of every function of decoding."""
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    tree_mask: Array | None
+
+
+class DecodeKeywords(NewestKeywords, total=False):
     """Options of `aule.decode_attention` besides ``return_lse``."""
 
     context_lens: Integers | None
 
 
-class CacheKeywords(ScoreKeywords, total=False):
+class CacheKeywords(NewestKeywords, total=False):
     """Options of `aule.KVCache.attend` that it hands to `aule.flash_attention_paged`, besides ``return_lse``."""
 
     cu_seqlens_q: Integers | None
@@ -107,6 +126,21 @@ class PagedKeywords(CacheKeywords, total=False):
     k_scale: Array | None
     v_scale: Array | None
     layout: Literal["NHD", "HND"]
+
+
+class _LatentScale(TypedDict):
+    scale: float | None
+
+
+class LatentKeywords(_LatentScale, total=False):
+    """Options of `aule.mla_decode` besides ``return_lse``."""
+
+    value_dim: int
+    indices: Array | None
+    causal: bool
+    kv_scale: Array | None
+    out: Array | None
+    backend: str | None
 
 
 class CascadeKeywords(TypedDict, total=False):
