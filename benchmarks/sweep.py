@@ -5,9 +5,10 @@
 
 Head dimensions 32 to 256 in steps of 8, 1 to 8192 rows and keys, grouped heads, both layouts, causal, boolean and
 additive masks; forward and backward. Problems are the same for the same seed. A ratio is the time of the fastest peer
-over aule's; the summary leaves out problems that no peer takes 15 us for, since those time the launch. ``--workers``
-compiles all kernels first, in so many processes. ``AULE_CUDA_ARCH=80`` times what older GPUs run; compare that with
-``--peers flash``. FlashAttention-3 is timed where its package is found.
+over aule's; the summary leaves out problems that no peer takes 15 us for, since those time the launch. So many workers
+compile problems at the same time, ours and cuDNN's, which is most of the work; one at a time uses the device to check
+and to time. ``AULE_CUDA_ARCH=80`` times what older GPUs run; compare that with ``--peers flash``. FlashAttention-3 is
+timed where its package is found, on copies in its own layout.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,6 +123,7 @@ class Case:
             "enable_gqa": problem.heads != problem.heads_kv,
         }  # fmt: skip
         self.dout = torch.randn_like(self.inputs[0])
+        self.tokens_first: list[torch.Tensor] = []
 
     def ours(self) -> torch.Tensor:
         return aule.scaled_dot_product_attention(*self.inputs, **self.options)
@@ -142,8 +146,9 @@ class Case:
         causal = self.problem.mask == "causal"
         if self.mask is not None or (causal and self.problem.rows != self.problem.keys):
             return None  # it aligns causal masks with the last key
-        q, k, v = (x.transpose(1, 2) for x in self.inputs)
-        out = flash_attn_func(q, k, v, causal=causal)
+        if not self.tokens_first:
+            self.tokens_first = [x.detach().transpose(1, 2).contiguous() for x in self.inputs]
+        out = flash_attn_func(*self.tokens_first, causal=causal)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     def gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -173,44 +178,52 @@ class Case:
         return each[0], max(each[1:])
 
 
-def measure(problem: Problem, peers: list[str]) -> dict[str, object]:
-    """Times of all, in us, forward and backward."""
+def measure(problem: Problem, peers: list[str], device: AbstractContextManager[object]) -> dict[str, object]:
+    """Times of all, in us, forward and backward; checked and timed while this process has the device."""
     case = Case(problem)
-    out = case.ours()
-    errors = case.errors(out, case.gradients(out))
-    row: dict[str, object] = {
-        **asdict(problem),
-        "forward_error": f"{errors[0]:.1e}",
-        "backward_error": f"{errors[1]:.1e}",
-    }
-    calls: dict[str, Callable[[], Any]] = {"aule": case.ours}
-    calls |= {name: lambda name=name: case.peer(name) for name in peers}
-    outs = {name: call() for name, call in calls.items()}
+    calls: dict[str, Callable[[], torch.Tensor | None]] = {"aule": case.ours}
+    calls |= {name: partial(case.peer, name) for name in peers}
+    outs = {name: out for name, call in calls.items() if (out := call()) is not None}
+    backward = {name: partial(case.gradients, out) for name, out in outs.items() if _compiles(case, out)}
+    torch.cuda.synchronize()
+    row: dict[str, Any] = asdict(problem)
+    with device:
+        errors = case.errors(outs["aule"], case.gradients(outs["aule"]))
+        row |= {"forward_error": f"{errors[0]:.1e}", "backward_error": f"{errors[1]:.1e}"}
+        with torch.no_grad():
+            row |= {f"forward_{name}_us": round(1e6 * timed(calls[name], 7), 1) for name in outs}
+        row |= {f"backward_{name}_us": round(1e6 * timed(call, 7), 1) for name, call in backward.items()}
     for direction in ("forward", "backward"):
-        for name, given in outs.items():
-            if given is None:
-                continue
-            if direction == "forward":
-                with torch.no_grad():
-                    seconds = timed(calls[name], 7)
-            else:
-                try:
-                    seconds = timed(lambda given=given: case.gradients(given), 7)
-                except RuntimeError:
-                    continue
-            row[f"{direction}_{name}_us"] = round(1e6 * seconds, 1)
         best = min((row[key] for name in peers if (key := f"{direction}_{name}_us") in row), default=None)
         row[f"{direction}_peer_us"] = best
         row[f"{direction}_ratio"] = None if best is None else round(best / row[f"{direction}_aule_us"], 3)
     return row
 
 
-def compile_some(given: tuple[list[Problem], int, int]) -> None:
-    """Compile the kernels of every so many-th problem into the cache."""
-    chosen, first, step = given
-    for problem in chosen[first::step]:
-        case = Case(problem)
-        case.gradients(case.ours())
+def _compiles(case: Case, out: torch.Tensor) -> bool:
+    """Whether a result has gradients; computes them once."""
+    try:
+        case.gradients(out)
+    except RuntimeError:
+        return False
+    return True
+
+
+_DEVICE: list[Any] = []
+"""The lock of a worker; a pool's arguments cannot carry it."""
+
+
+def begin(device: Any) -> None:
+    """Start a worker."""
+    warnings.simplefilter("ignore")  # PyTorch says which kernels do not take a problem
+    _DEVICE.append(device)
+
+
+def measure_one(given: tuple[Problem, list[str]]) -> dict[str, object]:
+    """Measure in a worker."""
+    row = measure(*given, _DEVICE[0])
+    torch.cuda.empty_cache()
+    return row
 
 
 def summarise(rows: list[dict[str, Any]]) -> None:
@@ -231,23 +244,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--csv")
     parser.add_argument("--peers", default="flash,cudnn,efficient,fa3")
-    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
     args = parser.parse_args()
-    warnings.simplefilter("ignore")  # PyTorch says which kernels do not take a problem
     chosen = list(problems(args.seed, args.count))
-    if args.workers:
-        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-            pool.map(compile_some, [(chosen, i, args.workers) for i in range(args.workers)])
     rows: list[dict[str, Any]] = []
     device, start = torch.cuda.get_device_name(), time.perf_counter()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, {args.count} problems of seed {args.seed}")
-    with written(args.csv, rows, device, seed=args.seed):
-        for problem in chosen:
+    processes = multiprocessing.get_context("spawn")
+    with (
+        written(args.csv, rows, device, seed=args.seed),
+        processes.Pool(args.workers, begin, (processes.Lock(),)) as pool,
+    ):
+        for row in pool.imap(measure_one, [(problem, args.peers.split(",")) for problem in chosen]):
+            rows.append(row)
             if time.perf_counter() - start > args.seconds:
                 break
-            rows.append(measure(problem, args.peers.split(",")))
-            torch.cuda.empty_cache()
         rows.sort(key=lambda r: min(r["forward_ratio"] or 9.0, r["backward_ratio"] or 9.0))
     for row in rows[:30]:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
