@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from types import ModuleType
 
+import devices
 import numpy as np
 import pytest
 from render_cases import cases
@@ -210,6 +211,20 @@ def test_other_operations_compile_without_spills(arch: str, kind: str) -> None:
         for artifact in compile_hip.kernels(problem, arch):
             found = compile_hip.read(compile_hip.assembly(artifact, arch))
             assert not found.spills and not found.scratch, (problem, artifact.entry)
+
+
+@pytest.mark.skipif(not devices.FULL, reason="takes half a minute for each chip; AULE_FULL_GRID=1 runs it")
+@pytest.mark.parametrize("arch", compile_hip.CHIPS)
+def test_every_kernel_of_the_table_compiles_without_spills(arch: str) -> None:
+    needs_compiler()
+    count = 0
+    for problem in compile_hip.problems():
+        for artifact in compile_hip.kernels(problem, arch):
+            found = compile_hip.read(compile_hip.assembly(artifact, arch))
+            assert not found.spills and not found.scratch, (problem, artifact.entry)
+            assert (found.products > 0) == compile_hip.wanted_products(artifact), (problem, artifact.entry)
+            count += 1
+    assert count > 90
 
 
 def test_small_kernels_compile() -> None:

@@ -16,6 +16,7 @@ from aule.ops.decode.validate import decode_problem
 from aule.ops.shared.plan import Plan
 from aule.ops.shared.spec import OpSpec
 from aule.target import Target
+from aule.tile.fragment.engine import multiplies
 from aule.view import TensorView, contiguous_strides
 
 ATTENTION, DECODE = "flash_attention", "decode_attention"
@@ -89,10 +90,11 @@ def launches(op: str, direction: str, sizes: Sizes, target: Target) -> list[Laun
         return _of(_rows(CATALOGUE[op], direction, sizes, target), target)
     if op == DECODE:
         return _of(_decode(sizes, target), target)
-    # The kernel object checks the sizes of both directions.
+    # The kernel object checks the sizes of both directions. As in a call, half precision takes matrix units.
     kernel = AttentionKernel(
         sizes.seq_len, sizes.head_dim, num_heads=sizes.heads, num_kv_heads=sizes.kv_heads, causal=sizes.causal,
         dtype=sizes.dtype, tiles=sizes.tiles,
+        use_tensor_cores=sizes.dtype in ("f16", "bf16") and multiplies(target, sizes.dtype),
     )  # fmt: skip
     if direction == "backward":
         return _of(_attention_backward(sizes, target), target)

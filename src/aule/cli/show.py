@@ -12,6 +12,7 @@ from aule.api.info import table
 from aule.backends import registry
 from aule.cli._launches import ALIASES, OPS, Sizes, about, directions, launches
 from aule.codegen import TARGETS, generate, target_for, with_arch
+from aule.engine.probe import find_layout
 from aule.errors import InvalidArgumentError
 from aule.ir import KernelIR
 from aule.target import Target
@@ -161,6 +162,8 @@ def _target(args: argparse.Namespace, language: str | None) -> Target:
             raise InvalidArgumentError(
                 "[show] expected a backend that compiles kernels, got numpy; leave --backend out"
             )
+        if _DTYPES[args.dtype] != "f32":
+            find_layout(device)  # as a call does: without it, kernels would not use matrix units
         target = device.target
         own = registry.backend(target.backend).language
         if language not in (None, IR, own) and not (language == NATIVE and own == "llvm"):

@@ -9,13 +9,15 @@ import time
 
 from aule import store
 from aule.artifact import Artifact
+from aule.errors import OutOfMemoryError
 from aule.runtime._hip_driver import TEXT, Driver
 from aule.runtime._stream_driver import PTR, SIZE, Functions
 from aule.store.source import code_digest
 
 _log = logging.getLogger("aule")
+# hiprtcResult
+_OUT_OF_MEMORY = 1
 _COMPILATION = 6
-"""hiprtcResult of source that is refused."""
 
 OPTIONS = ("-O3", "-std=c++17")
 """Beside the instruction set, and the features that a kernel requires."""
@@ -28,7 +30,7 @@ class Refused(Exception):
 def code_object(driver: Driver, artifact: Artifact, arch: str) -> tuple[bytes, str]:
     """Return a kernel's code object for an instruction set and the compiler's log, which is empty if it was cached.
 
-    Raises `Refused`.
+    Raises `Refused`, or `OutOfMemoryError` of the host.
     """
     options = (f"--offload-arch={arch}", *OPTIONS, *(f"-m{extension}" for extension in artifact.extensions))
     recipe = repr((driver.version, options, code_digest(__name__))).encode()
@@ -72,6 +74,8 @@ def _text(compiler: Functions, program: ctypes.c_void_p) -> str:
 
 
 def _require(compiler: Functions, result: int, log: str = "") -> None:
+    if result == _OUT_OF_MEMORY:
+        raise OutOfMemoryError("[hip] expected enough host memory to compile a kernel, got too little; free some")
     if result:
         text: object = compiler.error_text(result)
         name = text.decode(errors="replace") if isinstance(text, bytes) else f"hiprtc error {result}"

@@ -106,7 +106,13 @@ class Driver(StreamDriver):
             )
         compiler = load_library(_hip_library.candidates("hiprtc", folder))
         if isinstance(compiler, str):
-            compiler = library  # which contained the compiler before ROCm 5.3
+            if not hasattr(library, "hiprtcCreateProgram"):  # contained in it before ROCm 5.3
+                raise BackendUnavailableError(
+                    "hip",
+                    f"[hip] expected AMD's compiler hiprtc beside its HIP library, got {compiler}; install PyTorch for "
+                    "ROCm, or ROCm with hiprtc",
+                )
+            compiler = library
         try:
             self.api = Functions(library, FUNCTIONS)
             self.launch_kernel = library[LAUNCH[0]]
@@ -122,10 +128,7 @@ class Driver(StreamDriver):
             function.restype = TEXT  # type: ignore[attr-defined]
         code = self.api.init(0)
         if code:
-            raise BackendUnavailableError(
-                "hip",
-                f"[hip] expected a working ROCm driver, hipInit got {self.describe(code)}; {self.remedy}",
-            )
+            raise self.probe_error(code, "a working ROCm driver")
         number, major, minor = INT(), INT(), INT()
         self.api.driver_version(ctypes.byref(number))
         self.compiler.version(ctypes.byref(major), ctypes.byref(minor))

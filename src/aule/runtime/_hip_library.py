@@ -35,7 +35,7 @@ def candidates(name: str, folder: str | None = None) -> list[str]:
         The only folder to look in.
     """
     if folder is not None:
-        return _in_folder(folder, name)
+        return _in_folder(folder, name) or [os.path.join(folder, usual) for usual in _names(name)]
     found = list(_loaded(name))
     for place in _folders():
         found += _in_folder(place, name)

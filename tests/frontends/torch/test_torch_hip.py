@@ -105,6 +105,31 @@ def test_decoding_from_a_cache(use: Use) -> None:
     assert launched() >= 4
 
 
+def test_attention_compiled(use: Use) -> None:
+    use("gfx1100")
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        return aule.flash_attention(q * 1.5, k, v, causal=True)
+
+    leaves = [made(1, heads, 20, 16, dtype=torch.float16, seed=heads).requires_grad_() for heads in (4, 2, 2)]
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        launched()
+        out = function(*leaves)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+        assert launched() >= 3
+    assert all(map(torch.equal, *results))
+    q, k, v = (x.detach() for x in leaves)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.float() * 1.5, k.float(), v.float(), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(out.detach().float(), expected, rtol=2e-3, atol=2e-3)
+    # Decoding breaks a graph, on every device.
+    token = torch.compile(lambda q: aule.decode_attention(q * 1.5, k, v), backend="aot_eager")(q[:, :, -1:])
+    torch.testing.assert_close(token.float(), expected[:, :, -1:], rtol=2e-3, atol=2e-3)
+    assert launched() >= 1
+
+
 def test_row_operations_compiled(use: Use) -> None:
     use("gfx942")
 
