@@ -829,6 +829,6 @@ def test_every_operation_is_exercised(request: pytest.FixtureRequest) -> None:
     assert set(OPS) - EXERCISED - hoppers == {
         "subgroup_barrier", "workgroup_any", "device_fence", "e4m3_halves", "prefetch", "store_streaming",
         "load_streaming", "async_copy", "async_copy_or_zero", "async_commit", "async_wait", "cluster_load",
-        "cluster_post", "cluster_barrier", "launch_next", "launch_await", "repeat",
+        "cluster_post", "cluster_barrier", "launch_next", "launch_await", "repeat", "roles",
     }  # fmt: skip
     assert set(SCALARS) == {"bool", *MEMORY}

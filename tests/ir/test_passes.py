@@ -324,5 +324,5 @@ def test_the_cases_use_every_operation() -> None:
     hoppers = {name for name in OPS if name.startswith(("warpgroup", "mbarrier", "cluster", "launch"))}
     assert set(OPS) - used - hoppers == {
         "intrinsic", "async_copy", "async_copy_or_zero", "async_commit", "async_wait", "dot_pairs", "fragment_length",
-        "device_fence", "e4m3_halves", "repeat",
+        "device_fence", "e4m3_halves", "repeat", "roles",
     }  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aule.ir.constants import wrap
-from aule.ir.kernel import Op, Value
+from aule.ir.kernel import Op, Value, walk
 from aule.ir.ops import OPS
 from aule.ir.types import (
     PANEL,
@@ -16,6 +16,7 @@ from aule.ir.types import (
     Panels,
     Pointer,
     Ref,
+    Role,
     Scalar,
     Type,
     Vector,
@@ -48,6 +49,7 @@ _ELEMENTS: dict[str, tuple[str, ...]] = {
 _COPY_BYTES = 16
 _ATOMIC_KINDS = ("add", "min", "max", "and", "or", "xor", "exchange")
 _REDUCE_KINDS = ("add", "min", "max")
+_TEAM_BARRIERS = ("barrier", "workgroup_any", "cluster_barrier")
 
 
 def is_int(value: Any, low: int) -> bool:
@@ -76,6 +78,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "global_memory": ("a bool", lambda v: isinstance(v, bool)),
     "ordered": ("a bool", lambda v: isinstance(v, bool)),
     "mask": ("a positive integer", lambda v: is_int(v, 1)),
+    "threads": ("a count of threads", lambda v: is_int(v, 0)),
     "layout": ('"row" or "column"', lambda v: v in ("row", "column")),
     "component": ("a component's number", lambda v: is_int(v, 0)),
     "language": ("a language's name", lambda v: isinstance(v, str) and v != ""),
@@ -298,6 +301,38 @@ def _repeat(v: Verifier, op: Op) -> None:
         v.fail(op, "a cluster, whose workgroups run at the same time", "none")
 
 
+def _roles(v: Verifier, op: Op) -> None:
+    roles, size = op.attrs["roles"], v.kernel.subgroup_size
+    known = isinstance(roles, tuple) and len(roles) > 1 and all(
+        isinstance(role, Role) and is_int(role.subgroups, 1) and is_int(role.teams, 1) for role in roles
+    )  # fmt: skip
+    if not known or len(op.blocks) != len(roles):
+        v.fail(op, "two roles or more, and a block for each", f"{roles!r} and {len(op.blocks)} blocks")
+    if size * sum(role.total for role in roles) != v.kernel.workgroup:
+        v.fail(op, f"subgroups of all {v.kernel.workgroup} threads of the workgroup, and their size",
+               f"{sum(role.total for role in roles)} subgroups of {size}")  # fmt: skip
+    if any(role.registers % 8 or not 24 <= role.registers <= 240 for role in roles):
+        v.fail(op, "24 to 240 registers, a multiple of 8", ", ".join(str(role.registers) for role in roles))
+    threads = sum(role.registers * role.total * size for role in roles)
+    if threads > v.kernel.max_registers * v.kernel.workgroup:
+        v.fail(op, f"at most {v.kernel.max_registers * v.kernel.workgroup} registers, as many as the workgroup has",
+               f"{threads}")  # fmt: skip
+    if any(role.total % 4 for role in roles):
+        v.fail(op, "roles of whole warpgroups, which exchange registers", f"{[role.total for role in roles]} subgroups")
+    for block, role in zip(op.blocks, roles, strict=True):
+        own: set[Value] = set()
+        for inner in walk(block):
+            if inner.opcode == "roles":
+                v.fail(inner, "no roles within roles", "some")
+            if inner.opcode == "var":
+                own.add(inner.output)
+            written = [x for x in inner.args if isinstance(x.type, Ref)] if inner.opcode != "get" else []
+            if not own.issuperset(written):
+                v.fail(inner, "a role to set only variables of its own", "one from outside of its block")
+            if inner.opcode in _TEAM_BARRIERS and role.teams > 1:
+                v.fail(inner, "no barrier in a role of several teams", f"{role.teams} teams")
+
+
 def _if(v: Verifier, op: Op) -> None:
     v.require(op, op.args[0].type == bool_, "a bool")
 
@@ -424,7 +459,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "async_copy": _async_copy, "async_copy_or_zero": _async_copy,
     "cluster_load": _cluster_load, "cluster_post": _cluster_post,
     "var": _var, "get": _get, "set": _set,
-    "loop": _loop, "repeat": _repeat, "if": _if,
+    "loop": _loop, "repeat": _repeat, "if": _if, "roles": _roles,
     "sync": _form_only, "launch_await": _launch_await,
     "workgroup_any": _vote,
     "subgroup": _shuffle, "subgroup_any": _vote, "subgroup_all": _vote,

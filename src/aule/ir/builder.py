@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from aule.artifact import SCALAR_FORMATS, Param
@@ -22,6 +22,7 @@ from aule.ir.types import (
     Panels,
     Pointer,
     Ref,
+    Role,
     Scalar,
     Type,
     ValueType,
@@ -423,6 +424,24 @@ class Builder:
         with self._into(self._block[-1].blocks[1]):
             yield
 
+    @contextmanager
+    def roles(self, *roles: Role) -> Iterator[list[AbstractContextManager[None]]]:
+        """Divide the workgroup; see *Roles* in ``ops.py``. Gives a context for the block of each role.
+
+        Examples
+        --------
+        >>> b = Builder("copy_and_compute", workgroup=384, subgroup_size=32, max_registers=168)
+        >>> with b.roles(Role(8, registers=240), Role(1, teams=4, registers=24)) as (compute, copy):
+        ...     with compute:
+        ...         b.comment("256 threads")
+        ...     with copy:
+        ...         b.comment("four times 32 threads")
+        >>> kernel = b.finish()
+        """
+        blocks: tuple[list[Op], ...] = tuple([] for _ in roles)
+        self.emit("roles", (), None, blocks, roles=roles)
+        yield [self._into(block) for block in blocks]
+
     # -- synchronisation and subgroups -----------------------------------------------------------------------------
 
     def barrier(self, global_memory: bool = False) -> None:
@@ -545,16 +564,16 @@ class Builder:
         """Make this thread's writes to shared memory readable by products after the next barrier."""
         self.emit("warpgroup_publish", (), None)
 
-    def mbarrier_init(self, pointer: Value, index: Any = 0) -> None:
-        """Initialise an mbarrier, a barrier of the workgroup in two halves; usable after the next barrier."""
-        self.emit("mbarrier_init", (pointer, self._index(index)), None)
+    def mbarrier_init(self, pointer: Value, index: Any = 0, threads: int = 0) -> None:
+        """Initialise an mbarrier of so many threads (0: all of the workgroup); usable after the next barrier."""
+        self.emit("mbarrier_init", (pointer, self._index(index)), None, threads=threads)
 
     def mbarrier_arrive(self, pointer: Value, index: Any = 0) -> None:
         """Arrive at an mbarrier without waiting."""
         self.emit("mbarrier_arrive", (pointer, self._index(index)), None)
 
     def mbarrier_wait(self, pointer: Value, index: Any, parity: Value) -> None:
-        """Wait until all threads have arrived at an mbarrier; ``parity`` is 0 the first time, then alternates."""
+        """Wait until a phase of an mbarrier has ended; ``parity`` is 0 for the first phase, then alternates."""
         self.emit("mbarrier_wait", (pointer, self._index(index), parity), None)
 
     # -- specific to one language ----------------------------------------------------------------------------------

@@ -32,6 +32,11 @@ Beyond the entries below:
   flow, and the result of ``workgroup_any``. All other values count as divergent: thread, lane and subgroup numbers, the
   contents of shared, private and writable memory, the results of subgroup operations, fragments, atomics and
   intrinsics.
+* *Roles.* A role has one or more teams of consecutive subgroups, and each team runs the block of its role. In that
+  block the team counts as the workgroup: barriers are those of its threads, asynchronous copies are counted by team,
+  and uniform means alike in all of its threads. Teams wait for each other at mbarriers only, which order their accesses
+  to shared memory. Roles are not nested, and a block of a role sets only variables of its own. After ``roles`` a
+  barrier must come before shared memory is used again.
 * *Fragments.* All lanes of a subgroup work on the same matrix: index, stride and fill value are the same in all lanes.
   The device decides which element a component is. A fragment of n elements has n / subgroup size components per lane; a
   factor has a multiple of that on devices that store several copies. Copies of an element must be equal.
@@ -50,13 +55,14 @@ Category = Literal[
 
 @dataclass(frozen=True)
 class OpInfo:
-    """Signature of an operation: number of operands (None: any), attributes, number of blocks, has a result."""
+    """Signature of an operation: number of operands (None: any), attributes, number of blocks (None: any), has a
+    result."""
 
     category: Category
     arity: int | None
     doc: str
     attrs: tuple[str, ...] = ()
-    blocks: int = 0
+    blocks: int | None = 0
     result: bool = True
 
 
@@ -238,6 +244,15 @@ OPS: dict[str, OpInfo] = {
         result=False,
     ),
     "if": OpInfo("control", 1, "bool; then-block and else-block (may be empty)", blocks=2, result=False),
+    "roles": OpInfo(
+        "control",
+        0,
+        "divide the workgroup among ``roles`` (a tuple of `Role`), in order: each has a block, and they run side by "
+        "side. See *Roles*",
+        ("roles",),
+        blocks=None,
+        result=False,
+    ),
     "repeat": OpInfo(
         "control",
         1,
@@ -342,7 +357,9 @@ OPS: dict[str, OpInfo] = {
         "warpgroup",
         2,
         "pointer (shared, u64), index: initialise an mbarrier in that element, which nothing else may access: a "
-        "barrier of the workgroup in two halves (arrive, later wait); usable after the next barrier",
+        "barrier in two halves (arrive, later wait) that goes through *phases*. A phase ends when so many ``threads`` "
+        "(0: all of the workgroup) have arrived; then the next one begins. Usable after the next barrier",
+        ("threads",),
         result=False,
     ),
     "mbarrier_arrive": OpInfo(
@@ -351,8 +368,9 @@ OPS: dict[str, OpInfo] = {
     "mbarrier_wait": OpInfo(
         "warpgroup",
         3,
-        "pointer, index of an mbarrier, i32 parity: wait until all threads have arrived as often as this one. "
-        "Shared memory written before the arrivals is visible. ``parity`` is 0 the first time and then alternates",
+        "pointer, index of an mbarrier, i32 parity: wait until the phase of this parity has ended; phases have parity "
+        "0, 1, 0 ... A thread must wait before the phase after the next one ends. Shared memory written before the "
+        "arrivals is visible. While the first phase lasts, the one before it, of parity 1, counts as ended",
         result=False,
     ),
     # -- specific to one language ------------------------------------------------------------------------------------

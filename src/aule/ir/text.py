@@ -84,9 +84,9 @@ def _block(block: list[Op], names: dict[Value, str], indent: str) -> Iterator[st
         yield indent + _line(op, names).replace("\n", "\n" + indent)
         for position, inner in enumerate(op.blocks):
             if position:
-                if not inner:
+                if not inner and op.opcode == "if":
                     continue
-                yield indent + "} else {"
+                yield indent + ("} else {" if op.opcode == "if" else "} and {")
             yield from _block(inner, names, indent + _INDENT)
         if op.blocks:
             yield indent + "}"
@@ -104,6 +104,8 @@ def _line(op: Op, names: dict[Value, str]) -> str:
         name = names.get(index, "%?") if isinstance(index, Value) else "%?"
         type_ = f"{index.type} " if isinstance(index, Value) else ""
         return f"loop {type_}{name} = {args[0]} to {args[1]} step {args[2]}{_attrs(op, ('index',))} {{"
+    if op.opcode == "roles":
+        return f"roles {_literal(op.attrs.get('roles'))} {{"
     if op.opcode == "repeat":
         return f"repeat until {', '.join(args)} {{"
     if op.opcode in _AT_INDEX and len(args) >= 2:

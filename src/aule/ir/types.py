@@ -116,6 +116,24 @@ class Panels:
 
 
 @dataclass(frozen=True)
+class Role:
+    """Subgroups of a workgroup with a task of their own, in ``teams`` of so many ``subgroups``.
+
+    All teams together are whole warpgroups. ``registers`` is the number of registers of a thread in this role, a
+    multiple of 8 from 24 to 240; at first each thread has the kernel's ``max_registers``.
+    """
+
+    subgroups: int
+    registers: int
+    teams: int = 1
+
+    @property
+    def total(self) -> int:
+        """Subgroups of all teams."""
+        return self.subgroups * self.teams
+
+
+@dataclass(frozen=True)
 class Ref:
     """A mutable variable that holds a ``target``."""
 

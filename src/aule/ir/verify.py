@@ -133,7 +133,7 @@ class Verifier:
                 described, holds = ATTRIBUTES[name]
                 if not holds(value):
                     self.fail(op, f"{name} to be {described}", repr(value))
-        if len(op.blocks) != info.blocks:
+        if info.blocks is not None and len(op.blocks) != info.blocks:
             self.fail(op, f"{info.blocks} blocks", f"{len(op.blocks)}")
         if op.opcode != "intrinsic" and (op.result is not None) != info.result:
             self.fail(op, "a result" if info.result else "no result", "none" if info.result else "one")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from aule.ir.kernel import Op
 from aule.ir.types import Scalar
 from aule.render._ptx_emitter import Emitter, refuse, register_class
@@ -10,11 +12,26 @@ _ALL = "0xFFFFFFFF"
 _CLAMP = "0x1F"
 """Shuffle over the full warp: segment mask 0, highest lane 31."""
 _PLAIN = {
-    "barrier": "bar.sync 0;",  # orders shared and global memory for the workgroup
     "subgroup_barrier": f"bar.warp.sync {_ALL};",
     "device_fence": "fence.acq_rel.gpu;",
     "async_commit": "cp.async.commit_group;",
 }
+
+
+@dataclass(frozen=True)
+class Team:
+    """The threads that wait at a barrier: the workgroup, or a team of it with a hardware barrier of its own."""
+
+    barrier: int
+    threads: int = 0
+
+    @property
+    def operands(self) -> str:
+        """Number of the barrier and, for a part of the workgroup, the number of threads."""
+        return f"{self.barrier}, {self.threads}" if self.threads else str(self.barrier)
+
+
+WHOLE = Team(0)
 
 
 def cluster_barrier(e: Emitter, op: Op, last: bool) -> None:
@@ -29,9 +46,11 @@ def cluster_barrier(e: Emitter, op: Op, last: bool) -> None:
     e.line("barrier.cluster.wait.aligned;")
 
 
-def render(e: Emitter, op: Op) -> None:
+def render(e: Emitter, op: Op, team: Team) -> None:
     """Emit any other operation of the categories ``sync`` and ``subgroup``."""
-    if op.opcode in _PLAIN:
+    if op.opcode == "barrier":
+        e.line(f"bar.sync {team.operands};")  # orders shared and global memory for its threads
+    elif op.opcode in _PLAIN:
         e.line(_PLAIN[op.opcode])
     elif op.opcode == "async_wait":
         e.line(f"cp.async.wait_group {op.attrs['pending']};")
@@ -39,13 +58,13 @@ def render(e: Emitter, op: Op) -> None:
         if e.arch.number >= 90:
             e.line("griddepcontrol.launch_dependents;" if op.opcode == "launch_next" else "griddepcontrol.wait;")
     else:
-        e.bind(op.output, (_result(e, op),))
+        e.bind(op.output, (_result(e, op, team),))
 
 
-def _result(e: Emitter, op: Op) -> str:
+def _result(e: Emitter, op: Op, team: Team) -> str:
     elem = op.output.type
     if op.opcode == "workgroup_any":
-        return e.emit("bar.red.or.pred", "p", "0", e.operands(op.args[0])[0])
+        return e.emit("bar.red.or.pred", "p", team.operands, e.operands(op.args[0])[0])
     if op.opcode in ("subgroup_any", "subgroup_all"):
         return e.emit(f"vote.sync.{op.opcode[-3:]}.pred", "p", e.operands(op.args[0])[0], _ALL)
     if not isinstance(elem, Scalar) or elem.bits != 32:

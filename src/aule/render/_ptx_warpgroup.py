@@ -36,7 +36,7 @@ def render(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
 
 
 def _mbarrier(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
-    """Emit an operation of an mbarrier, at which every thread arrives.
+    """Emit an operation of an mbarrier, at which threads arrive one by one.
 
     One arrival per subgroup is no faster, and racecheck would not see the order of the other lanes.
     """
@@ -51,7 +51,7 @@ def _mbarrier(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
     if op.opcode == "mbarrier_init":
         thread = e.once("%tid", "mov.u32", "r", "%tid.x")
         first = e.once("first thread", "setp.eq.u32", "p", thread, "0")
-        e.line(f"@{first} mbarrier.init.shared::cta.b64 {place}, {32 * subgroups};")
+        e.line(f"@{first} mbarrier.init.shared::cta.b64 {place}, {op.attrs['threads'] or 32 * subgroups};")
         return
     e.line(f"mbarrier.arrive.shared::cta.b64 _, {place};")
 

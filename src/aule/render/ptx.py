@@ -131,6 +131,8 @@ class _Body:
         self.kernel = kernel
         self.emitter = Emitter(arch)
         self.addresses = _ptx_memory.Addresses(self.emitter, kernel)
+        self._team = _ptx_subgroup.WHOLE
+        """The threads that barriers wait for."""
         e, subgroups = self.emitter, -(-kernel.workgroup // _SUBGROUP_SIZE)
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
@@ -162,7 +164,8 @@ class _Body:
             "loop": self._loop,
             "repeat": self._repeat,
             "if": self._if,
-            **dict.fromkeys(("sync", "subgroup"), lambda op: _ptx_subgroup.render(e, op)),
+            "roles": self._roles,
+            **dict.fromkeys(("sync", "subgroup"), lambda op: _ptx_subgroup.render(e, op, self._team)),
             "fragment": lambda op: _ptx_fragment.render(e, self.addresses, op),
             "warpgroup": lambda op: _ptx_warpgroup.render(e, self.addresses, op, subgroups),
             "dot_pairs": self._dot_pairs,
@@ -349,6 +352,29 @@ class _Body:
         e.line(f"add.s{index.type.bits} {counter}, {counter}, {step};")
         e.line(f"@{e.emit(f'setp.lt.{kind}', 'p', counter, stop)} bra $loop_{number};")
         e.lines.append(f"$end_{number}:")
+
+    def _roles(self, op: Op) -> None:
+        """Branch to the block of a subgroup's role, after warpgroups have exchanged registers."""
+        e, roles, number = self.emitter, op.attrs["roles"], self.emitter.label()
+        if e.arch.number < 90:
+            raise refuse(op, "sm_90 or newer", e.arch.name, "leave roles out")
+        subgroup = e.once("%warp", "shr.u32", "r", e.once("%tid", "mov.u32", "r", "%tid.x"), "5")
+        first, before = 0, self._team
+        for i, (role, block) in enumerate(zip(roles, op.blocks, strict=True)):
+            first += role.total
+            if i + 1 < len(roles):
+                e.line(f"@{e.emit('setp.ge.u32', 'p', subgroup, str(first))} bra $role_{number}_{i + 1};")
+            self._team = _ptx_subgroup.Team(i + 1, role.subgroups * _SUBGROUP_SIZE)
+            with self._scope():
+                if role.registers != self.kernel.max_registers:
+                    step = "inc" if role.registers > self.kernel.max_registers else "dec"
+                    e.line(f"setmaxnreg.{step}.sync.aligned.u32 {role.registers};")
+                self._block(block)
+            if i + 1 < len(roles):
+                e.line(f"bra $roles_end_{number};")
+                e.lines.append(f"$role_{number}_{i + 1}:")
+        e.lines.append(f"$roles_end_{number}:")
+        self._team = before
 
     # -- intrinsics, comments and unsupported operations -----------------------------------------------------------
 

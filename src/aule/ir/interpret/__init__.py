@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir.interpret import collective, fragments, steps, warpgroups
+from aule.ir.interpret import collective, fragments, roles, steps, warpgroups
 from aule.ir.interpret.lanes import SanitizerError
 from aule.ir.interpret.machine import Machine
 from aule.ir.kernel import KernelIR
@@ -25,7 +25,7 @@ from aule.target import FragmentLayout
 
 __all__ = ["SanitizerError", "interpret"]
 
-_COMPILERS = steps.COMPILERS | collective.COMPILERS | fragments.COMPILERS | warpgroups.COMPILERS
+_COMPILERS = steps.COMPILERS | collective.COMPILERS | fragments.COMPILERS | warpgroups.COMPILERS | roles.COMPILERS
 
 
 def interpret(

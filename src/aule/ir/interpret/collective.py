@@ -27,6 +27,9 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
 
     def step() -> None:
         slots = lanes.full_clusters(op) if clusters else lanes.full_groups(op)
+        if lanes.team is not None:
+            _meet(m, op)
+            return
         for shadow in shadows:
             if shadow.shared:
                 teams = None if slots is None else (slots[:, None] * lanes.subgroups + subgroups).ravel()
@@ -40,6 +43,17 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
             m.fences.barrier(np.unique(lanes.group) if slots is None else lanes.group[slots * lanes.workgroup])
 
     return step
+
+
+def _meet(m: Machine, op: Op) -> None:
+    """Order accesses to shared memory between the subgroups of a team."""
+    assert m.order is not None
+    subgroups = m.lanes.subgroups_of(op)
+    for shadow in m.shadows:
+        if shadow.shared:
+            shadow.check()
+    m.lanes.tick(op)
+    m.order.found(subgroups, m.order.left(subgroups))
 
 
 def _device_fence(m: Machine, op: Op) -> Step | None:

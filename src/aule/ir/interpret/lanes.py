@@ -25,6 +25,8 @@ class Lanes:
         Lanes per batch.
     mask, active : ndarray or None
         Active lanes, as bools and as indices; None if all are active.
+    team : ndarray or None
+        Lanes that count as the workgroup in a block of ``roles``, as bools.
     first : ndarray
         The first lane of each subgroup.
     subgroup : ndarray
@@ -54,6 +56,7 @@ class Lanes:
         self.lane_id = self.group * self.workgroup + self.thread
         self.mask: Array | None = None
         self.active: Array | None = None
+        self.team: Array | None = None
 
     def begin(self, first_group: int, total: int) -> None:
         """Start the batch of workgroups from ``first_group`` on; those past the end of the launch are inactive."""
@@ -77,12 +80,19 @@ class Lanes:
         if self.mask is None:
             return None
         arrived = self.mask.reshape(self.groups, self.workgroup)
+        if self.team is not None:  # others need not arrive
+            arrived = arrived | ~self.team & arrived.any(axis=1, keepdims=True)
         some, every = arrived.any(axis=1), arrived.all(axis=1)
         if (some != every).any():
             slot = int(np.flatnonzero(some != every)[0])
             absent = slot * self.workgroup + int(np.flatnonzero(~arrived[slot])[0])
             raise self.error(op, absent, "barrier in divergent control flow: this thread does not arrive, others do")
         return np.flatnonzero(every)
+
+    def subgroups_of(self, op: Op) -> Array:
+        """Subgroups of the workgroup that take part in an operation; an error if only some lanes of one do."""
+        running = self.full_subgroups(op)
+        return np.arange(self.subgroups) if running is None else running
 
     def full_clusters(self, op: Op) -> Array | None:
         """Slots of the workgroups that arrive at a cluster barrier (None: all); an error if part of a cluster does."""
@@ -115,6 +125,10 @@ class Lanes:
     def error(self, op: Op, lane: int, message: str) -> SanitizerError:
         """Make an error that names the kernel, the operation, the lane and the line of Python."""
         return SanitizerError(f"kernel {self.kernel.name}: {message}; {self.site(op)}, {self.who(lane)}")
+
+    def hang(self, what: str) -> SanitizerError:
+        """Make an error for threads that would wait for ever."""
+        return SanitizerError(f"kernel {self.kernel.name}: no thread can go on: {what}")
 
     def site(self, op: Op) -> str:
         """An operation and where it was emitted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,11 +13,15 @@ from aule.ir.interpret.fences import Fences
 from aule.ir.interpret.lanes import Lanes
 from aule.ir.interpret.memory import Memory, flat_buffer
 from aule.ir.interpret.numbers import Array, constant, memory_dtype
+from aule.ir.interpret.order import Order, Phases
 from aule.ir.interpret.shadow import Shadow
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
 from aule.ir.types import SCALARS, Pointer
 from aule.target import FragmentLayout
+
+if TYPE_CHECKING:
+    from aule.ir.interpret.roles import Team
 
 _BATCH_LANES = 1024
 """Lanes per batch, if the grid has that many: enough to amortise NumPy's overhead per call."""
@@ -68,6 +72,10 @@ class Machine:
         Groups of unfinished copies and products, oldest first; the last group is still open.
     mbarriers : dict
         mbarriers by the shared array that holds them.
+    order : Order or None
+        Order between subgroups, if the kernel has roles.
+    team : Team or None
+        The team that runs, in a block of ``roles``.
     """
 
     def __init__(
@@ -82,9 +90,13 @@ class Machine:
         if grid[0] % kernel.cluster:
             raise KernelError(f"kernel {kernel.name}: expected a grid of clusters of {kernel.cluster}, got {grid}")
         cluster_lanes = kernel.cluster * kernel.workgroup
-        batches = -(-self.total // (kernel.cluster * max(1, _BATCH_LANES // cluster_lanes)))
+        has_roles = any(op.opcode == "roles" for op in kernel.walk())
+        together = 1 if has_roles else max(1, _BATCH_LANES // cluster_lanes)  # teams of one workgroup run at a time
+        batches = -(-self.total // (kernel.cluster * together))
         groups = -(-self.total // (kernel.cluster * batches)) * kernel.cluster
         self.lanes = Lanes(kernel, grid, groups, subgroup_size)
+        self.order = Order(self.lanes) if has_roles else None
+        self.team: Team | None = None
         self.fences: Fences | None = None
         if sanitize and any(op.opcode == "device_fence" or op.attrs.get("ordered") for op in kernel.walk()):
             self.fences = Fences(self.lanes, self.total)
@@ -95,6 +107,8 @@ class Machine:
         self.copies: list[list[Step]] = [[]]
         self.products: list[list[Product]] = [[]]
         self.mbarriers: dict[Value, MBarrier] = {}
+        self.phases: dict[tuple[Value, int], Phases] = {}
+        """mbarriers of a kernel with roles, by shared array and index."""
         self._slots: dict[Value, int] = {}
 
     def run(self, args: Sequence[Any]) -> None:
@@ -110,6 +124,8 @@ class Machine:
             for memory in self.memory.values():
                 memory.begin()
             self.copies, self.products = [[]], [[]]
+            if self.order is not None:
+                self.order.begin()
             for shadow in self.shadows:
                 shadow.begin()
             for slot, axis in self.group_ids:
@@ -149,7 +165,8 @@ class Machine:
         size = length * lanes.groups
         shadow = None
         if self.sanitize:
-            shadow = self._shadow(Shadow(lanes, array.hint, size, length, shared=True, teams=len(lanes.first)))
+            teams = len(lanes.first)
+            shadow = self._shadow(Shadow(lanes, array.hint, size, length, shared=True, teams=teams, fences=self.order))
         data = np.empty(size, memory_dtype(elem))
         self.memory[array] = Memory(lanes, array.hint, elem, data, length, base=lanes.slot * length, shadow=shadow)
 

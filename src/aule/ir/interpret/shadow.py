@@ -15,6 +15,7 @@ import numpy as np
 from aule.ir.interpret.fences import Fences
 from aule.ir.interpret.lanes import Lanes, SanitizerError
 from aule.ir.interpret.numbers import Array
+from aule.ir.interpret.order import Order
 from aule.ir.kernel import Op
 
 _SEVERAL = -1
@@ -67,12 +68,14 @@ class Shadow:
 
     Lanes belong to *teams* whose barriers order them: subgroups for shared memory, workgroups for global memory. A
     barrier of the workgroup orders everything in shared memory, so accesses before the time ``outer`` are ignored
-    there. For global memory, ``fences`` knows the order between workgroups if the kernel has fences.
+    there. For global memory, ``fences`` knows the order between workgroups if the kernel has fences; for shared memory,
+    that between subgroups if the kernel has roles.
     """
 
     def __init__(
-        self, lanes: Lanes, name: str, size: int, length: int, *, shared: bool, teams: int, fences: Fences | None = None
-    ) -> None:
+        self, lanes: Lanes, name: str, size: int, length: int, *, shared: bool, teams: int,
+        fences: Fences | Order | None = None,
+    ) -> None:  # fmt: skip
         self.lanes, self.fences = lanes, fences
         self.name = name
         self.size = size

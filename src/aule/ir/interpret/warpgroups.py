@@ -14,6 +14,7 @@ from aule.errors import KernelError
 from aule.ir.interpret.machine import Compiler, Machine, MBarrier, Product, Step, nothing, run
 from aule.ir.interpret.memory import Memory
 from aule.ir.interpret.numbers import Array
+from aule.ir.interpret.order import Phases
 from aule.ir.kernel import Op, Value
 from aule.ir.types import Panels
 
@@ -115,7 +116,14 @@ def _warpgroup_wait(m: Machine, op: Op) -> Step:
     return step
 
 
+# An mbarrier of a kernel without roles is a barrier of the workgroup.
+
+
 def _mbarrier_init(m: Machine, op: Op) -> Step:
+    if m.order is not None:
+        return _phases_begin(m, op)
+    if op.attrs["threads"] not in (0, m.lanes.workgroup):
+        raise KernelError(f"kernel {m.kernel.name}: expected all threads to arrive at an mbarrier ({op.where})")
     return lambda: m.mbarriers.update({op.args[0]: MBarrier.of(m.lanes.groups)})
 
 
@@ -126,6 +134,9 @@ def _slots(m: Machine, op: Op) -> Array:
 
 
 def _mbarrier_arrive(m: Machine, op: Op) -> Step:
+    if m.order is not None:
+        return _phase_arrive(m, op)
+
     def step() -> None:
         barrier, slots = m.mbarriers[op.args[0]], _slots(m, op)
         if barrier.arrived[slots].any():
@@ -137,6 +148,8 @@ def _mbarrier_arrive(m: Machine, op: Op) -> Step:
 
 def _mbarrier_wait(m: Machine, op: Op) -> Step:
     """Order only what came before the arrivals; there is no waiting, since all lanes run in lockstep."""
+    if m.order is not None:
+        return _phase_wait(m, op)
     lanes, registers, parity = m.lanes, m.registers, m.slot(op.args[2])
 
     def step() -> None:
@@ -154,6 +167,70 @@ def _mbarrier_wait(m: Machine, op: Op) -> Step:
             for shadow in m.shadows:
                 if shadow.shared:
                     shadow.synchronise(op, teams, True, since=int(time))
+
+    return step
+
+
+# mbarriers of kernels with roles: a team waits while others run.
+
+
+def _phases_begin(m: Machine, op: Op) -> Step:
+    threads, index = op.attrs["threads"] or m.lanes.workgroup, m.slot(op.args[1])
+    return lambda: m.phases.update({(op.args[0], int(m.registers[index][0])): Phases(threads)})
+
+
+def _phases(m: Machine, op: Op, subgroups: Array) -> Phases:
+    """The mbarrier of an operation."""
+    number = _same(m, op, m.slot(op.args[1]), subgroups)
+    found = m.phases.get((op.args[0], number))
+    if found is None:
+        raise m.lanes.error(op, int(m.lanes.first[subgroups[0]]), f"no mbarrier was initialised at index {number}")
+    return found
+
+
+def _same(m: Machine, op: Op, slot: int, subgroups: Array) -> int:
+    """A number that must be equal in all lanes of some subgroups."""
+    lanes = m.lanes
+    found = np.unique(m.registers[slot][np.isin(lanes.subgroup, subgroups)])
+    if len(found) > 1:
+        raise lanes.error(op, int(lanes.first[subgroups[0]]), "operand that differs between the lanes of a team")
+    return int(found[0])
+
+
+def _phase_arrive(m: Machine, op: Op) -> Step:
+    lanes, order = m.lanes, m.order
+    assert order is not None
+
+    def step() -> None:
+        subgroups = lanes.subgroups_of(op)
+        lanes.tick(op)
+        if not _phases(m, op, subgroups).arrive(len(subgroups) * lanes.subgroup_size, order.left(subgroups)):
+            raise lanes.error(op, int(lanes.first[subgroups[0]]), "more arrivals at an mbarrier than it has threads")
+
+    return step
+
+
+def _phase_wait(m: Machine, op: Op) -> Step:
+    lanes, order = m.lanes, m.order
+    assert order is not None
+
+    def step() -> None:
+        subgroups = lanes.subgroups_of(op)
+        barrier, parity = _phases(m, op, subgroups), _same(m, op, m.slot(op.args[2]), subgroups)
+        lane = int(lanes.first[subgroups[0]])
+        if not barrier.has_ended(parity):
+            if m.team is None:
+                raise lanes.hang(f"{lanes.who(lane)} waits for {barrier.missing()} in {lanes.site(op)}")
+            m.team.wait(op, barrier, parity)
+        if not barrier.wait(subgroups):
+            ended = barrier.ended - 1
+            raise lanes.error(op, lane, f"a wait for the wrong phase of an mbarrier: {ended} has ended last")
+        for shadow in m.shadows:
+            if shadow.shared:
+                shadow.check()
+        lanes.tick(op)
+        if barrier.last is not None:
+            order.found(subgroups, barrier.last)
 
     return step
 

@@ -179,6 +179,12 @@ class Rewriter:
         if op.opcode == "if":
             self.clone_if(op)
             return None
+        if op.opcode == "roles":
+            with self.b.roles(*op.attrs["roles"]) as places:
+                for place, block in zip(places, op.blocks, strict=True):
+                    with place:
+                        self.block(block)
+            return None
         args = tuple(self.value(a) for a in op.args)
         if OPS[op.opcode].category in ("binary", "compare"):
             return self.b.binary(op.opcode, *args)
