@@ -6,8 +6,9 @@
 Cases are head_dim:seq:kind, B·S = 16384, H·D = 2048. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,
 resident_q[,block_p[,registers[,late_values[,edge_loop[,sums_in_shared[,by_columns[,prefetch_k[,prefetch_v[,full_tiles
 ]]]]]]]]], or for matrix units f:block_q,block_kv,subgroups,stages,resident_q[,register_columns], for warpgroups
-w:block_q,block_kv,subgroups[,registers[,stages]]. ``--peers`` times PyTorch's FLASH_ATTENTION and CUDNN_ATTENTION
-first, or EFFICIENT_ATTENTION for f32. ``--precision`` rounds f32 inputs to that type for matrix units.
+w:block_q,block_kv,subgroups[,registers[,stages[,q_stages]]], the last of which adds copiers. ``--peers`` times
+PyTorch's FLASH_ATTENTION and CUDNN_ATTENTION first, or EFFICIENT_ATTENTION for f32. ``--precision`` rounds f32 inputs
+to that type for matrix units.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def parsed(text: str) -> SimtShape | FragmentShape:
     numbers = [int(x) for x in rest.split(",")]
     if kind == "w":
         registers, stages = (*numbers[3:], 255, 2)[0], (*numbers[4:], 2)[0]
-        return FragmentShape(*numbers[:3], stages, False, registers, warpgroups=True)
+        roles = {"copiers": 4, "q_stages": numbers[5]} if len(numbers) > 5 else {}
+        return FragmentShape(*numbers[:3], stages, False, registers, warpgroups=True, **roles)
     if kind == "f":
         return FragmentShape(*numbers[:4], bool(numbers[4]), register_columns=sum(numbers[5:]))
     return SimtShape(*numbers[:6], bool(numbers[6]), *numbers[7:])

@@ -8,6 +8,7 @@ from aule.ops.attention.fragment.forward import build_forward_fragment
 from aule.ops.attention.fragment.forward_full_tiles import build_forward_full_tiles
 from aule.ops.attention.simt.forward import build_forward_simt
 from aule.ops.attention.warpgroup.forward import build_forward_warpgroup
+from aule.ops.attention.warpgroup.forward_roles import build_forward_roles
 from aule.target import Target
 
 KERNEL_NAME = "flash_attention"
@@ -19,6 +20,8 @@ def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: 
         return build_forward_simt(config, target, name)
     if config.full_tiles:
         return build_forward_full_tiles(config, target, name)
+    if config.shape.copiers:
+        return build_forward_roles(config, target, name)
     if config.shape.warpgroups:
         return build_forward_warpgroup(config, target, name)
     return build_forward_fragment(config, target, name)

@@ -61,6 +61,11 @@ class FragmentShape:
         Backward: sums of dP start at -delta, which then is not subtracted.
     edge_loop : bool
         Backward: under a causal mask, edge tiles and full tiles have separate loops.
+    copiers : int
+        Forward over warpgroups: further subgroups that do nothing but copy; 4, or 0 for none. Workgroups then stay for
+        many blocks, and ``stages`` are 2 or 4.
+    q_stages : int
+        With copiers: 2 if Q of the next block is copied while this one is worked on, otherwise 1.
     """
 
     block_q: int
@@ -79,6 +84,8 @@ class FragmentShape:
     late_fetch: bool = False
     start_at_delta: bool = False
     edge_loop: bool = False
+    copiers: int = 0
+    q_stages: int = 1
 
     @property
     def engine(self) -> str:
@@ -114,6 +121,8 @@ class FragmentShape:
         """Elements of Q, K and V of a forward kernel. Columns of Q that stay in registers pass through the memory of K
         and V. Over warpgroups V has one more stage."""
         q, k, v = self.shared_elements(head_dim, value_dim)
+        if self.copiers:
+            return self.q_stages * q + self.stages * (k + v)
         stages = self.stages * (k + v) + (v if self.warpgroups else 0)
         passing = SIZE if self.in_pieces(head_dim) else padded(head_dim, SIZE) - self.q_columns(head_dim)
         return q + max(stages, self.block_q * row_stride(passing) if passing else 0)
@@ -150,7 +159,8 @@ class FragmentShape:
 
     def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
         """Bytes of shared memory of a forward kernel; over warpgroups with the barrier at which they meet."""
-        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements) + 16 * self.warpgroups
+        barriers = 16 * (self.q_stages + 3 * self.stages) if self.copiers else 16 * self.warpgroups
+        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements) + barriers
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Bytes of shared memory of a backward kernel."""

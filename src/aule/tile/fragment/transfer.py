@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from aule.ir import Value, Var
-from aule.ir.types import Vector, f32, i32, u32
+from aule.ir import Builder, Value, Var
+from aule.ir.types import Scalar, Vector, f32, i32, u32
 from aule.tile.common.matrix import Matrix, divmod_const, padded
 from aule.tile.fragment.arrangement import SIZE
-from aule.tile.fragment.shape import RUN, row_stride
+from aule.tile.fragment.shape import RUN, FragmentShape, row_stride
 
-if TYPE_CHECKING:
-    from aule.tile.fragment.engine import Fragments
+
+class Mover(Protocol):
+    """Threads that move rows, ``thread`` of ``shape.threads``, and what becomes of runs on their way."""
+
+    b: Builder
+    elem: Scalar
+    shape: FragmentShape
+    thread: Value
+
+    def incoming(self, run: Value) -> Value: ...
 
 
 class Transfer:
@@ -26,10 +34,10 @@ class Transfer:
 
     together = 1
     """Runs of a thread that share a number."""
+    unroll = 0
+    """Runs of a thread are moved by a loop on the device, unrolled so many times; 0: one after the other."""
 
-    def __init__(
-        self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool, width: int = 0
-    ) -> None:
+    def __init__(self, engine: Mover, source: Matrix, rows: int, memory: Value, copies: bool, width: int = 0) -> None:
         # Columns in shared memory: the matrix's, and padding.
         self.width = width or padded(source.cols, SIZE)
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
@@ -90,11 +98,12 @@ class Transfer:
         even = even and self.cols == source.cols
         base = source.base + source.index(b, first) * source.row_stride + self.offset if even else None
         own = target + self.own
-        for i in range(self.count):
+        for i in self._numbers():
 
-            def fetch(row: Value, col: Value, i: int = i) -> None:
+            def fetch(row: Value, col: Value, i: Any = i) -> None:
                 if base is not None:
-                    index = base + source.row_stride * (i * self.step)
+                    rows = i * self.step
+                    index = base + source.row_stride * (rows if isinstance(rows, int) else source.index(b, rows))
                 else:
                     index = source.row_start(b, first + row)
                     if not self.direct:
@@ -130,7 +139,7 @@ class Transfer:
 
     def own_runs(self, target: Value, f: Callable[[Value], None]) -> None:
         """Call ``f`` with each run in shared memory that this thread fetched."""
-        for i in range(self.count):
+        for i in self._numbers():
             self._each(i, lambda row, col: f(self.b.load(self.memory, target + self.address(row, col), RUN)))
 
     def rewrite_own(self, target: Value, f: Callable[[Value], Value]) -> None:
@@ -162,9 +171,18 @@ class Transfer:
                 run = self.source.load_quad(b, start, col, self.cols, RUN)
                 b.store(self.memory, target + self.address(row, col), f(self.engine.incoming(run)))
 
-    def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
+    def _numbers(self) -> Iterator[Any]:
+        """The numbers of this thread's runs: of a loop on the device, if there are many."""
+        if self.unroll and self.runs % self.engine.shape.threads == 0:
+            with self.b.loop(0, self.count, unroll=self.unroll, name="run") as i:
+                yield i
+        else:
+            yield from range(self.count)
+
+    def _each(self, i: int | Value, f: Callable[[Value, Value], None]) -> None:
         """Call ``f`` with row and column of this thread's ``i``-th run, if it has one."""
         row, col, number = self.place(i)
-        may_lack = self.runs % self.engine.shape.threads and i >= self.count - self.together
+        whole = self.runs % self.engine.shape.threads == 0
+        may_lack = not whole and isinstance(i, int) and i >= self.count - self.together
         with self.b.if_(number < self.runs) if may_lack else nullcontext():
             f(row, col)

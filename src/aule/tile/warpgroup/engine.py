@@ -9,16 +9,16 @@ until it waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import PANEL, Panels, i32
+from aule.ir.types import PANEL, Panels, Scalar, i32
 from aule.target import WARPGROUP_UNITS, Target
 from aule.tile.common.matrix import Matrix
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments
 from aule.tile.fragment.shape import FragmentShape
-from aule.tile.fragment.transfer import Transfer
+from aule.tile.fragment.transfer import Mover, Transfer
 
 SUBGROUPS = 4
 """Subgroups of a warpgroup."""
@@ -136,13 +136,33 @@ class Warpgroups(Fragments):
                 b.store(memory, at, b.vector([b.fragment_get(factor, part + i) for i in range(2)]))
 
 
+class Copier:
+    """A subgroup that copies by itself: the threads of a transfer are its lanes."""
+
+    def __init__(self, b: Builder, shape: FragmentShape, elem: Scalar) -> None:
+        self.b, self.elem, self.shape = b, elem, replace(shape, subgroups=1)
+        self.thread = b.lane_id()
+
+    def incoming(self, run: Value) -> Value:
+        """Rows are copied as they are."""
+        return run
+
+    def panels(self, source: Matrix, rows: int, memory: Value, width: int = 0, panel_rows: int = 0) -> PanelTransfer:
+        """A transfer of ``rows`` rows at a time into panels, which may have more rows."""
+        transfer = PanelTransfer(self, source, rows, memory, True, width, panel_rows)
+        transfer.unroll = 8  # a lane has dozens of runs
+        return transfer
+
+
 class PanelTransfer(Transfer):
-    """A transfer into panels. After ``finish``, ``warpgroup_publish`` and a barrier show the rows to products."""
+    """A transfer into panels, of ``panel_rows`` rows if those are more. After ``finish``, ``warpgroup_publish`` and a
+    barrier show the rows to products."""
 
     def __init__(
-        self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool, width: int = 0
-    ) -> None:
-        self.shape = PanelShape(rows, max(source.cols, width))
+        self, engine: Mover, source: Matrix, rows: int, memory: Value, copies: bool, width: int = 0,
+        panel_rows: int = 0,
+    ) -> None:  # fmt: skip
+        self.shape = PanelShape(panel_rows or rows, max(source.cols, width))
         super().__init__(engine, source, rows, memory, copies, width)
         # The order of runs within rows must be the same for all runs of a thread.
         self.regular = self.regular and self.step % 8 == 0

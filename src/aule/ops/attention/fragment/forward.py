@@ -13,7 +13,7 @@ from collections.abc import Callable
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import i32, u32
 from aule.ops.attention.config import FragmentConfig
-from aule.ops.attention.fragment.forward_memory import TileMemory
+from aule.ops.attention.fragment.forward_memory import TileMemory, check_finite
 from aule.ops.attention.fragment.forward_rows import QueryRows, can_deal_out, can_store_runs, store_runs
 from aule.ops.attention.fragment.tile_order import TilePlace
 from aule.ops.combine.pieces import pieces
@@ -136,7 +136,7 @@ class FragmentForward(TileMemory):
             tiles = [self.tiles.edge(b.min(i + n, self.tiles.edges - 1)).tile for n in range(_CHECKED_TOGETHER)]
             runs = [run for tile in tiles for run in self.values.runs_of(tile * self.shape.block_kv)]
             for run in runs:
-                self._check(run, found)
+                check_finite(self.b, self.engine.elem, run, found)
         return b.workgroup_any(b.ne(found.value, 0))
 
     def _pass(self, at: TilePlace, q: LeftFactors, O: FragmentTile, rows: list[SoftmaxState], full: bool) -> None:

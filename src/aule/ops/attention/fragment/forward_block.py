@@ -37,16 +37,21 @@ from aule.tile.fragment.engine import Fragments, FragmentTile
 class ForwardBlock(ABC):
     """A workgroup's block of query rows: its operands, its tiles of keys, softmax and the results.
 
-    Subclasses lay out shared memory (`_lay_out`) and pass over the keys (`run`).
+    Subclasses lay out shared memory (`_lay_out`) and pass over the keys (`run`). ``number`` is that of the block, by
+    default the workgroup's; ``parameters`` those of the kernel, if it has several such objects.
     """
 
-    def __init__(self, b: Builder, config: FragmentConfig, target: Target, piece: Piece | None = None) -> None:
+    def __init__(
+        self, b: Builder, config: FragmentConfig, target: Target, piece: Piece | None = None,
+        number: Value | None = None, parameters: Parameters | None = None,
+    ) -> None:  # fmt: skip
         self.b, self.config, self.target, shape = b, config, target, config.shape
         self.shape = shape
         self.index: Scalar = i64 if config.index64 else i32
-        p = self.p = Parameters(b, config, self.index)
+        p = self.p = parameters or Parameters(b, config, self.index)
         self.heads, self.blocks = p.number("heads_q"), p.number("blocks_q")
-        number = workgroup_number(b) if piece is None else piece.number
+        if number is None:
+            number = workgroup_number(b) if piece is None else piece.number
         self.exists = number < p.number("blocks")
         self.head_number, self.block = self._find_block(number)
         self.row0 = self.block * shape.block_q
@@ -78,8 +83,10 @@ class ForwardBlock(ABC):
     def _find_block(self, number: Value) -> tuple[Value, Value]:
         """The head of a workgroup, and the number of its block of rows."""
         p, config = self.p, self.config
-        # Warpgroups are fast enough to need K and V of all heads at the memory's speed.
-        together = None if self.shape.warpgroups or not config.right else p.number("heads_together")
+        # Warpgroups are fast enough to need K and V of all heads at the memory's speed. Those that stay take blocks in
+        # turns, which is fair if neighbours are about as long.
+        sections = config.right and (self.shape.copiers or not self.shape.warpgroups)
+        together = p.number("heads_together") if sections else None
         return block_of(self.b, config, number, self.blocks, p.number("blocks"), together)
 
     def _find_heads(self) -> tuple[Value, Value, Value]:

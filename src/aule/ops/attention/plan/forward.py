@@ -31,6 +31,7 @@ from aule.tile.common.matrix import QUAD
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.shape import RUN, FragmentShape
 from aule.tile.simt.shape import SimtShape
+from aule.tuning import model
 from aule.view import TensorView
 
 Shape = SimtShape | FragmentShape
@@ -264,6 +265,8 @@ class _Draft:
             self.scalars |= split.scalars
             self.workspace |= split.workspace(shape, self.problem.value_dim, self.target)
             scratch["tickets"] = split.blocks
+        if isinstance(shape, FragmentShape) and shape.copiers:
+            blocks = min(blocks, model.units(self.target))  # workgroups stay for several blocks
         grid = grid_of("flash_attention", blocks, self.target)
         step = Step(config, build_forward, grid, self.scalars, self.renamed)
         return Plan((*self.before, step), self.workspace, scratch)

@@ -36,14 +36,14 @@ from aule.tile.warpgroup.engine import ROWS, PanelFactor, PanelShape, Warpgroups
 def build_forward_warpgroup(config: FragmentConfig, target: Target, name: str) -> KernelIR:
     """Trace the forward kernel of a configuration for a target with warpgroup products."""
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers)
-    kernel = _Forward(b, config, target)
+    kernel = Forward(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """S and P of a tile, O, and the softmax states of its rows."""
 
     S: FragmentTile
@@ -52,7 +52,9 @@ class _State:
     rows: list[SoftmaxState]
 
 
-class _Forward(TileScores):
+class Forward(TileScores):
+    """A block of rows, and the passes over its tiles."""
+
     def _lay_out(self, target: Target) -> Warpgroups:
         b, config, shape = self.b, self.config, self.shape
         engine = Warpgroups(b, target, shape, config.factor or config.dtype)
@@ -60,17 +62,23 @@ class _Forward(TileScores):
         self.k_panels = PanelShape(shape.block_kv, config.head_dim)
         self.v_panels = PanelShape(shape.block_kv, config.value_dim)
         self.k_size, self.v_size = self.k_panels.elements, self.v_panels.elements
-        self.memory = b.shared("tiles", engine.elem, shape.tile_elements(config.head_dim, config.value_dim))
-        self.mbarrier = b.shared("mbarrier", u64, 1)
-        b.mbarrier_init(self.mbarrier)
-        self.k_start = b.const(self.q_panels.elements, i32)
-        self.v_start = self.k_start + shape.stages * self.k_size
+        self._make_memory(engine)
         self.k_depth = padded(config.head_dim, SIZE) // SIZE
         self.keys = engine.panels(self.k, shape.block_kv, self.memory)
         # Products of guarded tiles read entire panels.
         self.values = engine.panels(self.v, shape.block_kv, self.memory, padded(config.value_dim, PANEL))
         assert self.keys.direct and self.values.direct, "only rows that are copied unchanged come here"
         return engine
+
+    def _make_memory(self, engine: Warpgroups) -> None:
+        """Divide up shared memory: Q, then the stages of K, then those of V."""
+        b, config, shape = self.b, self.config, self.shape
+        self.memory = b.shared("tiles", engine.elem, shape.tile_elements(config.head_dim, config.value_dim))
+        self.mbarrier = b.shared("mbarrier", u64, 1)
+        b.mbarrier_init(self.mbarrier)
+        self.q_start = b.const(0, i32)
+        self.k_start = b.const(self.q_panels.elements, i32)
+        self.v_start = self.k_start + shape.stages * self.k_size
 
     def _order_tiles(self) -> None:
         self.tile_list = None
@@ -125,7 +133,7 @@ class _Forward(TileScores):
         O, S = engine.tile(SIZE, config.value_dim), engine.tile(SIZE, shape.block_kv)
         empty = b.fragment_fill(engine.left, 0.0)
         P = [b.var(empty) for _ in range(shape.block_kv // SIZE)]
-        state = _State(S, O, P, rows)
+        state = State(S, O, P, rows)
         if config.sinks:
             self._start_from_sink(rows)
         zero = b.const(0, i32)
@@ -143,7 +151,7 @@ class _Forward(TileScores):
                 self._pass_over(state, self.edges)
         self._finish(O, rows)
 
-    def _pass_over(self, state: _State, start: Value) -> None:
+    def _pass_over(self, state: State, start: Value) -> None:
         """The tiles from the ``start``-th on, which is prefetched.
 
         Warpgroups meet once a tile, in two halves: a thread arrives when it has the scores of a tile and its copies for
@@ -184,7 +192,7 @@ class _Forward(TileScores):
         self._start_values(state, self._memory_of(v_slot.value)[1])
         b.warpgroup_wait()
 
-    def _pass_guarded(self, state: _State, end: Value) -> None:
+    def _pass_guarded(self, state: State, end: Value) -> None:
         """The tiles up to the ``end``-th, one product after the other, with Inf and NaN of dropped keys kept from O."""
         b = self.b
         with b.loop(0, end, name="edge") as i:
@@ -206,7 +214,7 @@ class _Forward(TileScores):
                 self._start_values(state, v_at)
                 b.warpgroup_wait()
 
-    def _repeat(self, state: _State) -> None:
+    def _repeat(self, state: State) -> None:
         b = self.b
         for variable in state.O.vars[0]:
             variable.value = b.fragment_fill(self.engine.accumulator, 0.0)
@@ -218,7 +226,7 @@ class _Forward(TileScores):
         self._start_tile(self._tile(zero), zero, full=False)
         self._pass_guarded(state, self.count)
 
-    def _softmax(self, state: _State, tile: Value, row_terms: list[Value], running: bool = False) -> None:
+    def _softmax(self, state: State, tile: Value, row_terms: list[Value], running: bool = False) -> None:
         """P of a tile's scores, to each row of which its term is still to be added; ``running`` while a product adds to
         O, which is rescaled after it."""
         b, engine, O, rows = self.b, self.engine, state.O, state.rows
@@ -258,10 +266,9 @@ class _Forward(TileScores):
 
     def _load_queries(self) -> None:
         """Prefetch the block's rows of Q; they arrive with the first keys."""
-        start = self.b.const(0, i32)
         transfer = self.engine.panels(self.q, self.shape.block_q, self.memory)
-        transfer.clear_padding(start, 1)
-        transfer.start(self.row0, start)
+        transfer.clear_padding(self.q_start, 1)
+        transfer.start(self.row0, self.q_start)
         self._clear_padding()
 
     def _clear_padding(self) -> None:
@@ -343,13 +350,13 @@ class _Forward(TileScores):
 
     def _start_scores(self, S: FragmentTile, slot: Value) -> None:
         k_at, _ = self._memory_of(slot)
-        rows = self.engine.group * (ROWS * PANEL)
+        rows = self.q_start + self.engine.group * (ROWS * PANEL)
         queries = PanelFactor(self.memory, rows, self.q_panels)
         keys = PanelFactor(self.memory, k_at, self.k_panels, transposed=True)
         self.engine.start_product(S.vars[0], queries, keys, self.k_depth, fresh=True)
         self.b.warpgroup_commit()
 
-    def _start_values(self, state: _State, v_at: Value) -> None:
+    def _start_values(self, state: State, v_at: Value) -> None:
         values = PanelFactor(self.memory, v_at, self.v_panels)
         self.engine.start_product(state.O.vars[0], [x.value for x in state.P], values, len(state.P))
         self.b.warpgroup_commit()
@@ -385,7 +392,8 @@ class _Forward(TileScores):
         panels, none = PanelShape(self.shape.block_q, out.cols), b.const(0, i32)
         b.async_wait(0)  # without a tile the copy of Q may still be running
         b.barrier()  # nobody reads the memory any more
-        engine.put_factors(self.memory, none, panels, self.subgroup_row, none, engine.pack(values, engine.left)[0])
+        factors = engine.pack(values, engine.left)[0]
+        engine.put_factors(self.memory, self.q_start, panels, self.subgroup_row, none, factors)
         b.subgroup_barrier()
         across = out.cols // RUN
         with b.loop(b.lane_id(), SIZE * across, self.shape.lanes, name="run") as i:
@@ -393,7 +401,7 @@ class _Forward(TileScores):
             row, col = self.subgroup_row + row, run * RUN
             with b.if_(self.row0 + row < out.rows):
                 to = out.row_start(b, self.row0 + row) + out.index(b, col)
-                b.store(out.buffer, to, b.load(self.memory, panels.offset(row, col), RUN))
+                b.store(out.buffer, to, b.load(self.memory, self.q_start + panels.offset(row, col), RUN))
 
 
 def _plus(values: list[Value], terms: list[Value]) -> list[Value]:
