@@ -1,4 +1,4 @@
-"""Roles: teams of a workgroup that run side by side, and mbarriers at which they wait."""
+"""Roles: crews of a workgroup that run side by side, and mbarriers at which they wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pipeline(
     *, wait_empty: bool = True, wait_full: bool = True, arrive_full: bool = True, arrivals: int = 32, phase: int = 0,
     shift: int = 0,
 ) -> KernelIR:  # fmt: skip
-    """Four teams copy rows into a slot of shared memory each; four subgroups add them up."""
+    """Four crews copy rows into a slot of shared memory each; four subgroups add them up."""
     b = Builder("pipeline", 256, 32, 128)
     source, out, count = b.buffer("source", f32), b.buffer("out", f32, "write"), b.scalar("count", i32)
     slots, barriers = b.shared("slots", f32, STAGES * LENGTH), b.shared("barriers", u64, 2 * STAGES)
@@ -27,7 +27,7 @@ def pipeline(
         b.mbarrier_init(barriers, FULL + stage, threads=arrivals)
         b.mbarrier_init(barriers, EMPTY + stage, threads=128)
     b.barrier()
-    with b.roles(Role(4, registers=200), Role(1, teams=4, registers=24)) as (compute, copy):
+    with b.roles(Role(4, registers=200), Role(1, crews=4, registers=24)) as (compute, copy):
         with compute:
             total = b.var(b.const(0.0, f32))
             with b.loop(0, count) as i:
@@ -61,7 +61,7 @@ def run(kernel: KernelIR, count: int = 9, groups: int = 2) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9])
-def test_teams_pass_rows_on(count: int) -> None:
+def test_crews_pass_rows_on(count: int) -> None:
     kernel = pipeline()
     verify(kernel)
     run(kernel, count, 1)
@@ -112,7 +112,7 @@ def test_rules_of_blocks() -> None:
     def checked(inside: object) -> None:
         b = Builder("roles", 256, 32, 128)
         outer = b.var(b.const(0, i32))
-        with b.roles(Role(4, registers=128), Role(1, teams=4, registers=128)) as (_, several), several:
+        with b.roles(Role(4, registers=128), Role(1, crews=4, registers=128)) as (_, several), several:
             inside(b, outer)  # type: ignore[operator]
         verify(b.finish())
 
@@ -121,5 +121,5 @@ def test_rules_of_blocks() -> None:
 
     with pytest.raises(KernelError, match="set only variables of its own"):
         checked(set_outer)
-    with pytest.raises(KernelError, match="no barrier in a role of several teams"):
+    with pytest.raises(KernelError, match="no barrier in a role of several crews"):
         checked(lambda b, outer: b.barrier())

@@ -49,7 +49,7 @@ _ELEMENTS: dict[str, tuple[str, ...]] = {
 _COPY_BYTES = 16
 _ATOMIC_KINDS = ("add", "min", "max", "and", "or", "xor", "exchange")
 _REDUCE_KINDS = ("add", "min", "max")
-_TEAM_BARRIERS = ("barrier", "workgroup_any", "cluster_barrier")
+_CREW_BARRIERS = ("barrier", "workgroup_any", "cluster_barrier")
 
 
 def is_int(value: Any, low: int) -> bool:
@@ -304,7 +304,7 @@ def _repeat(v: Verifier, op: Op) -> None:
 def _roles(v: Verifier, op: Op) -> None:
     roles, size = op.attrs["roles"], v.kernel.subgroup_size
     known = isinstance(roles, tuple) and len(roles) > 1 and all(
-        isinstance(role, Role) and is_int(role.subgroups, 1) and is_int(role.teams, 1) for role in roles
+        isinstance(role, Role) and is_int(role.subgroups, 1) and is_int(role.crews, 1) for role in roles
     )  # fmt: skip
     if not known or len(op.blocks) != len(roles):
         v.fail(op, "two roles or more, and a block for each", f"{roles!r} and {len(op.blocks)} blocks")
@@ -329,8 +329,8 @@ def _roles(v: Verifier, op: Op) -> None:
             written = [x for x in inner.args if isinstance(x.type, Ref)] if inner.opcode != "get" else []
             if not own.issuperset(written):
                 v.fail(inner, "a role to set only variables of its own", "one from outside of its block")
-            if inner.opcode in _TEAM_BARRIERS and role.teams > 1:
-                v.fail(inner, "no barrier in a role of several teams", f"{role.teams} teams")
+            if inner.opcode in _CREW_BARRIERS and role.crews > 1:
+                v.fail(inner, "no barrier in a role of several crews", f"{role.crews} crews")
 
 
 def _if(v: Verifier, op: Op) -> None:

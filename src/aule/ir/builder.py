@@ -431,7 +431,7 @@ class Builder:
         Examples
         --------
         >>> b = Builder("copy_and_compute", workgroup=384, subgroup_size=32, max_registers=168)
-        >>> with b.roles(Role(8, registers=240), Role(1, teams=4, registers=24)) as (compute, copy):
+        >>> with b.roles(Role(8, registers=240), Role(1, crews=4, registers=24)) as (compute, copy):
         ...     with compute:
         ...         b.comment("256 threads")
         ...     with copy:

@@ -32,8 +32,8 @@ Beyond the entries below:
   flow, and the result of ``workgroup_any``. All other values count as divergent: thread, lane and subgroup numbers, the
   contents of shared, private and writable memory, the results of subgroup operations, fragments, atomics and
   intrinsics.
-* *Roles.* A role has one or more teams of consecutive subgroups, and each team runs the block of its role. In that
-  block the team counts as the workgroup: barriers are those of its threads, asynchronous copies are counted by team,
+* *Roles.* A role has one or more crews of consecutive subgroups, and each crew runs the block of its role. In that
+  block the crew counts as the workgroup: barriers are those of its threads, asynchronous copies are counted by crew,
   and uniform means alike in all of its threads. Teams wait for each other at mbarriers only, which order their accesses
   to shared memory. Roles are not nested, and a block of a role sets only variables of its own. After ``roles`` a
   barrier must come before shared memory is used again.

@@ -117,20 +117,20 @@ class Panels:
 
 @dataclass(frozen=True)
 class Role:
-    """Subgroups of a workgroup with a task of their own, in ``teams`` of so many ``subgroups``.
+    """Subgroups of a workgroup with a task of their own, in ``crews`` of so many ``subgroups``.
 
-    All teams together are whole warpgroups. ``registers`` is the number of registers of a thread in this role, a
+    All crews together are whole warpgroups. ``registers`` is the number of registers of a thread in this role, a
     multiple of 8 from 24 to 240; at first each thread has the kernel's ``max_registers``.
     """
 
     subgroups: int
     registers: int
-    teams: int = 1
+    crews: int = 1
 
     @property
     def total(self) -> int:
-        """Subgroups of all teams."""
-        return self.subgroups * self.teams
+        """Subgroups of all crews."""
+        return self.subgroups * self.crews
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ _PLAIN = {
 
 
 @dataclass(frozen=True)
-class Team:
-    """The threads that wait at a barrier: the workgroup, or a team of it with a hardware barrier of its own."""
+class Crew:
+    """The threads that wait at a barrier: the workgroup, or a crew of it with a hardware barrier of its own."""
 
     barrier: int
     threads: int = 0
@@ -31,7 +31,7 @@ class Team:
         return f"{self.barrier}, {self.threads}" if self.threads else str(self.barrier)
 
 
-WHOLE = Team(0)
+WHOLE = Crew(0)
 
 
 def cluster_barrier(e: Emitter, op: Op, last: bool) -> None:
@@ -46,10 +46,10 @@ def cluster_barrier(e: Emitter, op: Op, last: bool) -> None:
     e.line("barrier.cluster.wait.aligned;")
 
 
-def render(e: Emitter, op: Op, team: Team) -> None:
+def render(e: Emitter, op: Op, crew: Crew) -> None:
     """Emit any other operation of the categories ``sync`` and ``subgroup``."""
     if op.opcode == "barrier":
-        e.line(f"bar.sync {team.operands};")  # orders shared and global memory for its threads
+        e.line(f"bar.sync {crew.operands};")  # orders shared and global memory for its threads
     elif op.opcode in _PLAIN:
         e.line(_PLAIN[op.opcode])
     elif op.opcode == "async_wait":
@@ -58,13 +58,13 @@ def render(e: Emitter, op: Op, team: Team) -> None:
         if e.arch.number >= 90:
             e.line("griddepcontrol.launch_dependents;" if op.opcode == "launch_next" else "griddepcontrol.wait;")
     else:
-        e.bind(op.output, (_result(e, op, team),))
+        e.bind(op.output, (_result(e, op, crew),))
 
 
-def _result(e: Emitter, op: Op, team: Team) -> str:
+def _result(e: Emitter, op: Op, crew: Crew) -> str:
     elem = op.output.type
     if op.opcode == "workgroup_any":
-        return e.emit("bar.red.or.pred", "p", team.operands, e.operands(op.args[0])[0])
+        return e.emit("bar.red.or.pred", "p", crew.operands, e.operands(op.args[0])[0])
     if op.opcode in ("subgroup_any", "subgroup_all"):
         return e.emit(f"vote.sync.{op.opcode[-3:]}.pred", "p", e.operands(op.args[0])[0], _ALL)
     if not isinstance(elem, Scalar) or elem.bits != 32:

@@ -131,7 +131,7 @@ class _Body:
         self.kernel = kernel
         self.emitter = Emitter(arch)
         self.addresses = _ptx_memory.Addresses(self.emitter, kernel)
-        self._team = _ptx_subgroup.WHOLE
+        self._crew = _ptx_subgroup.WHOLE
         """The threads that barriers wait for."""
         e, subgroups = self.emitter, -(-kernel.workgroup // _SUBGROUP_SIZE)
         self._handlers: dict[str, Callable[[Op], None]] = {
@@ -165,7 +165,7 @@ class _Body:
             "repeat": self._repeat,
             "if": self._if,
             "roles": self._roles,
-            **dict.fromkeys(("sync", "subgroup"), lambda op: _ptx_subgroup.render(e, op, self._team)),
+            **dict.fromkeys(("sync", "subgroup"), lambda op: _ptx_subgroup.render(e, op, self._crew)),
             "fragment": lambda op: _ptx_fragment.render(e, self.addresses, op),
             "warpgroup": lambda op: _ptx_warpgroup.render(e, self.addresses, op, subgroups),
             "dot_pairs": self._dot_pairs,
@@ -359,12 +359,12 @@ class _Body:
         if e.arch.number < 90:
             raise refuse(op, "sm_90 or newer", e.arch.name, "leave roles out")
         subgroup = e.once("%warp", "shr.u32", "r", e.once("%tid", "mov.u32", "r", "%tid.x"), "5")
-        first, before = 0, self._team
+        first, before = 0, self._crew
         for i, (role, block) in enumerate(zip(roles, op.blocks, strict=True)):
             first += role.total
             if i + 1 < len(roles):
                 e.line(f"@{e.emit('setp.ge.u32', 'p', subgroup, str(first))} bra $role_{number}_{i + 1};")
-            self._team = _ptx_subgroup.Team(i + 1, role.subgroups * _SUBGROUP_SIZE)
+            self._crew = _ptx_subgroup.Crew(i + 1, role.subgroups * _SUBGROUP_SIZE)
             with self._scope():
                 if role.registers != self.kernel.max_registers:
                     step = "inc" if role.registers > self.kernel.max_registers else "dec"
@@ -374,7 +374,7 @@ class _Body:
                 e.line(f"bra $roles_end_{number};")
                 e.lines.append(f"$role_{number}_{i + 1}:")
         e.lines.append(f"$roles_end_{number}:")
-        self._team = before
+        self._crew = before
 
     # -- intrinsics, comments and unsupported operations -----------------------------------------------------------
 

@@ -27,7 +27,7 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
 
     def step() -> None:
         slots = lanes.full_clusters(op) if clusters else lanes.full_groups(op)
-        if lanes.team is not None:
+        if lanes.crew is not None:
             _meet(m, op)
             return
         for shadow in shadows:
@@ -46,7 +46,7 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
 
 
 def _meet(m: Machine, op: Op) -> None:
-    """Order accesses to shared memory between the subgroups of a team."""
+    """Order accesses to shared memory between the subgroups of a crew."""
     assert m.order is not None
     subgroups = m.lanes.subgroups_of(op)
     for shadow in m.shadows:

@@ -25,7 +25,7 @@ class Lanes:
         Lanes per batch.
     mask, active : ndarray or None
         Active lanes, as bools and as indices; None if all are active.
-    team : ndarray or None
+    crew : ndarray or None
         Lanes that count as the workgroup in a block of ``roles``, as bools.
     first : ndarray
         The first lane of each subgroup.
@@ -56,7 +56,7 @@ class Lanes:
         self.lane_id = self.group * self.workgroup + self.thread
         self.mask: Array | None = None
         self.active: Array | None = None
-        self.team: Array | None = None
+        self.crew: Array | None = None
 
     def begin(self, first_group: int, total: int) -> None:
         """Start the batch of workgroups from ``first_group`` on; those past the end of the launch are inactive."""
@@ -80,8 +80,8 @@ class Lanes:
         if self.mask is None:
             return None
         arrived = self.mask.reshape(self.groups, self.workgroup)
-        if self.team is not None:  # others need not arrive
-            arrived = arrived | ~self.team & arrived.any(axis=1, keepdims=True)
+        if self.crew is not None:  # others need not arrive
+            arrived = arrived | ~self.crew & arrived.any(axis=1, keepdims=True)
         some, every = arrived.any(axis=1), arrived.all(axis=1)
         if (some != every).any():
             slot = int(np.flatnonzero(some != every)[0])

@@ -21,7 +21,7 @@ from aule.ir.types import SCALARS, Pointer
 from aule.target import FragmentLayout
 
 if TYPE_CHECKING:
-    from aule.ir.interpret.roles import Team
+    from aule.ir.interpret.roles import Crew
 
 _BATCH_LANES = 1024
 """Lanes per batch, if the grid has that many: enough to amortise NumPy's overhead per call."""
@@ -74,8 +74,8 @@ class Machine:
         mbarriers by the shared array that holds them.
     order : Order or None
         Order between subgroups, if the kernel has roles.
-    team : Team or None
-        The team that runs, in a block of ``roles``.
+    crew : Crew or None
+        The crew that runs, in a block of ``roles``.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Machine:
             raise KernelError(f"kernel {kernel.name}: expected a grid of clusters of {kernel.cluster}, got {grid}")
         cluster_lanes = kernel.cluster * kernel.workgroup
         has_roles = any(op.opcode == "roles" for op in kernel.walk())
-        together = 1 if has_roles else max(1, _BATCH_LANES // cluster_lanes)  # teams of one workgroup run at a time
+        together = 1 if has_roles else max(1, _BATCH_LANES // cluster_lanes)  # crews of one workgroup run at a time
         batches = -(-self.total // (kernel.cluster * together))
         groups = -(-self.total // (kernel.cluster * batches)) * kernel.cluster
         self.lanes = Lanes(kernel, grid, groups, subgroup_size)
         self.order = Order(self.lanes) if has_roles else None
-        self.team: Team | None = None
+        self.crew: Crew | None = None
         self.fences: Fences | None = None
         if sanitize and any(op.opcode == "device_fence" or op.attrs.get("ordered") for op in kernel.walk()):
             self.fences = Fences(self.lanes, self.total)

@@ -1,6 +1,6 @@
-"""Interpreted roles: teams of a workgroup that run side by side, and the mbarriers at which they wait.
+"""Interpreted roles: crews of a workgroup that run side by side, and the mbarriers at which they wait.
 
-Each team runs in a thread of its own, but only one at a time: a team goes on until it waits for an mbarrier whose phase
+Each crew runs in a thread of its own, but only one at a time: a crew goes on until it waits for an mbarrier whose phase
 lasts, and then the next one has its turn. If none can go on, the kernel would hang on a device, which is reported.
 """
 
@@ -20,11 +20,11 @@ from aule.ir.kernel import Op
 
 
 class _Ended(BaseException):
-    """Ends the thread of a team after an error of another one."""
+    """Ends the thread of a crew after an error of another one."""
 
 
-class Team:
-    """A team: its threads, and its state while another one runs."""
+class Crew:
+    """A crew: its threads, and its state while another one runs."""
 
     def __init__(self, m: Machine, op: Op, members: Array, body: list[Step]) -> None:
         self.m, self.members, self.body = m, members, body
@@ -55,12 +55,12 @@ class Team:
     def _enter(self) -> None:
         m = self.m
         m.registers[:] = self.registers
-        m.copies, m.products, m.team = self.copies, self.products, self
-        m.lanes.team = self.members
+        m.copies, m.products, m.crew = self.copies, self.products, self
+        m.lanes.crew = self.members
         m.lanes.enter(self.mask)
 
     def wait(self, op: Op, barrier: Phases, parity: int) -> None:
-        """Let other teams run until a phase of an mbarrier has ended."""
+        """Let other crews run until a phase of an mbarrier has ended."""
         m = self.m
         while not barrier.has_ended(parity):
             self.registers, self.copies, self.products = list(m.registers), m.copies, m.products
@@ -75,16 +75,16 @@ class Team:
 
     @property
     def ready(self) -> bool:
-        """Whether the team can go on."""
+        """Whether the crew can go on."""
         return self.waiting is None or self.waiting[1].has_ended(self.waiting[2])
 
     def go(self) -> None:
-        """Run until the team waits or ends."""
+        """Run until the crew waits or ends."""
         self.turn.release()
         self.yields.acquire()
 
     def cancel(self) -> None:
-        """End the team's thread."""
+        """End the crew's thread."""
         if not self.ended:
             self.cancelled = True
             self.go()
@@ -99,7 +99,7 @@ def _roles(m: Machine, op: Op) -> Step:
     places: list[tuple[Array, list[Step]]] = []
     first = 0
     for role, body in zip(op.attrs["roles"], bodies, strict=True):
-        for _ in range(role.teams):
+        for _ in range(role.crews):
             subgroup = np.arange(lanes.workgroup) // lanes.subgroup_size
             places.append(((subgroup >= first) & (subgroup < first + role.subgroups), body))
             first += role.subgroups
@@ -108,35 +108,35 @@ def _roles(m: Machine, op: Op) -> Step:
         lanes.full_groups(op)
         outer, registers = lanes.mask, list(m.registers)
         copies, products = m.copies, m.products
-        teams = [Team(m, op, members, body) for members, body in places]
-        for team in teams:
-            team.thread.start()
+        crews = [Crew(m, op, members, body) for members, body in places]
+        for crew in crews:
+            crew.thread.start()
         try:
-            while running := [team for team in teams if not team.ended]:
-                ready = [team for team in running if team.ready]
+            while running := [crew for crew in crews if not crew.ended]:
+                ready = [crew for crew in running if crew.ready]
                 if not ready:
                     raise _hangs(m, running)
-                for team in ready:
-                    team.go()
-                    if team.error is not None:
-                        raise team.error
+                for crew in ready:
+                    crew.go()
+                    if crew.error is not None:
+                        raise crew.error
         finally:
-            for team in teams:
-                team.cancel()
+            for crew in crews:
+                crew.cancel()
             m.registers[:] = registers
-            m.copies, m.products, m.team, lanes.team = copies, products, None, None
+            m.copies, m.products, m.crew, lanes.crew = copies, products, None, None
             lanes.enter(outer)
 
     return step
 
 
-def _hangs(m: Machine, teams: list[Team]) -> Exception:
-    """The error for teams that all wait."""
+def _hangs(m: Machine, crews: list[Crew]) -> Exception:
+    """The error for crews that all wait."""
     parts = []
-    for team in teams:
-        assert team.waiting is not None
-        op, barrier, _ = team.waiting
-        who = m.lanes.who(int(np.flatnonzero(team.members)[0]))
+    for crew in crews:
+        assert crew.waiting is not None
+        op, barrier, _ = crew.waiting
+        who = m.lanes.who(int(np.flatnonzero(crew.members)[0]))
         parts.append(f"{who} waits for {barrier.missing()} in {m.lanes.site(op)}")
     return m.lanes.hang("; ".join(parts))
 

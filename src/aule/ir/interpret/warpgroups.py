@@ -171,7 +171,7 @@ def _mbarrier_wait(m: Machine, op: Op) -> Step:
     return step
 
 
-# mbarriers of kernels with roles: a team waits while others run.
+# mbarriers of kernels with roles: a crew waits while others run.
 
 
 def _phases_begin(m: Machine, op: Op) -> Step:
@@ -193,7 +193,7 @@ def _same(m: Machine, op: Op, slot: int, subgroups: Array) -> int:
     lanes = m.lanes
     found = np.unique(m.registers[slot][np.isin(lanes.subgroup, subgroups)])
     if len(found) > 1:
-        raise lanes.error(op, int(lanes.first[subgroups[0]]), "operand that differs between the lanes of a team")
+        raise lanes.error(op, int(lanes.first[subgroups[0]]), "operand that differs between the lanes of a crew")
     return int(found[0])
 
 
@@ -219,9 +219,9 @@ def _phase_wait(m: Machine, op: Op) -> Step:
         barrier, parity = _phases(m, op, subgroups), _same(m, op, m.slot(op.args[2]), subgroups)
         lane = int(lanes.first[subgroups[0]])
         if not barrier.has_ended(parity):
-            if m.team is None:
+            if m.crew is None:
                 raise lanes.hang(f"{lanes.who(lane)} waits for {barrier.missing()} in {lanes.site(op)}")
-            m.team.wait(op, barrier, parity)
+            m.crew.wait(op, barrier, parity)
         if not barrier.wait(subgroups):
             ended = barrier.ended - 1
             raise lanes.error(op, lane, f"a wait for the wrong phase of an mbarrier: {ended} has ended last")

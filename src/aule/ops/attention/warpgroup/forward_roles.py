@@ -48,7 +48,7 @@ def build_forward_roles(config: FragmentConfig, target: Target, name: str) -> Ke
     b = Builder(name, shape.threads + shape.copiers * shape.lanes, shape.lanes, launched)
     slots = Slots(b, config)
     b.barrier()
-    roles = Role(shape.subgroups, computing), Role(1, copying, teams=shape.copiers)
+    roles = Role(shape.subgroups, computing), Role(1, copying, crews=shape.copiers)
     with b.roles(*roles) as (compute, copy):
         with compute:
             _compute(b, config, target, slots)
