@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import Scalar, Vector, f32, i32, u32
@@ -34,8 +34,6 @@ class Transfer:
 
     together = 1
     """Runs of a thread that share a number."""
-    unroll = 0
-    """Runs of a thread are moved by a loop on the device, unrolled so many times; 0: one after the other."""
 
     def __init__(self, engine: Mover, source: Matrix, rows: int, memory: Value, copies: bool, width: int = 0) -> None:
         # Columns in shared memory: the matrix's, and padding.
@@ -98,12 +96,11 @@ class Transfer:
         even = even and self.cols == source.cols
         base = source.base + source.index(b, first) * source.row_stride + self.offset if even else None
         own = target + self.own
-        for i in self._numbers():
+        for i in range(self.count):
 
-            def fetch(row: Value, col: Value, i: Any = i) -> None:
+            def fetch(row: Value, col: Value, i: int = i) -> None:
                 if base is not None:
-                    rows = i * self.step
-                    index = base + source.row_stride * (rows if isinstance(rows, int) else source.index(b, rows))
+                    index = base + source.row_stride * (i * self.step)
                 else:
                     index = source.row_start(b, first + row)
                     if not self.direct:
@@ -139,7 +136,7 @@ class Transfer:
 
     def own_runs(self, target: Value, f: Callable[[Value], None]) -> None:
         """Call ``f`` with each run in shared memory that this thread fetched."""
-        for i in self._numbers():
+        for i in range(self.count):
             self._each(i, lambda row, col: f(self.b.load(self.memory, target + self.address(row, col), RUN)))
 
     def rewrite_own(self, target: Value, f: Callable[[Value], Value]) -> None:
@@ -171,18 +168,9 @@ class Transfer:
                 run = self.source.load_quad(b, start, col, self.cols, RUN)
                 b.store(self.memory, target + self.address(row, col), f(self.engine.incoming(run)))
 
-    def _numbers(self) -> Iterator[Any]:
-        """The numbers of this thread's runs: of a loop on the device, if there are many."""
-        if self.unroll and self.runs % self.engine.shape.threads == 0:
-            with self.b.loop(0, self.count, unroll=self.unroll, name="run") as i:
-                yield i
-        else:
-            yield from range(self.count)
-
-    def _each(self, i: int | Value, f: Callable[[Value, Value], None]) -> None:
+    def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
         """Call ``f`` with row and column of this thread's ``i``-th run, if it has one."""
         row, col, number = self.place(i)
-        whole = self.runs % self.engine.shape.threads == 0
-        may_lack = not whole and isinstance(i, int) and i >= self.count - self.together
+        may_lack = self.runs % self.engine.shape.threads and i >= self.count - self.together
         with self.b.if_(number < self.runs) if may_lack else nullcontext():
             f(row, col)

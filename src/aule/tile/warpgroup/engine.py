@@ -9,10 +9,10 @@ until it waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import PANEL, Panels, Scalar, i32
+from aule.ir.types import PANEL, Panels, i32
 from aule.target import WARPGROUP_UNITS, Target
 from aule.tile.common.matrix import Matrix
 from aule.tile.fragment.arrangement import SIZE
@@ -134,24 +134,6 @@ class Warpgroups(Fragments):
                 (panel, x), order = divmod(x + k * SIZE, PANEL), (x + k * SIZE) // 8 ^ y
                 at = (own ^ (order % 8 * 8)) + (panel * shape.stride + y * PANEL + x % 8)
                 b.store(memory, at, b.vector([b.fragment_get(factor, part + i) for i in range(2)]))
-
-
-class Copier:
-    """A subgroup that copies by itself: the threads of a transfer are its lanes."""
-
-    def __init__(self, b: Builder, shape: FragmentShape, elem: Scalar) -> None:
-        self.b, self.elem, self.shape = b, elem, replace(shape, subgroups=1)
-        self.thread = b.lane_id()
-
-    def incoming(self, run: Value) -> Value:
-        """Rows are copied as they are."""
-        return run
-
-    def panels(self, source: Matrix, rows: int, memory: Value, width: int = 0, panel_rows: int = 0) -> PanelTransfer:
-        """A transfer of ``rows`` rows at a time into panels, which may have more rows."""
-        transfer = PanelTransfer(self, source, rows, memory, True, width, panel_rows)
-        transfer.unroll = 8  # a lane has dozens of runs
-        return transfer
 
 
 class PanelTransfer(Transfer):

@@ -25,7 +25,8 @@ from aule.target import Target
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, factor_elem
 from aule.tile.fragment.shape import FragmentShape
-from aule.tile.warpgroup.engine import Copier, PanelTransfer, Warpgroups
+from aule.tile.warpgroup.copier import Copier, CopierTransfer
+from aule.tile.warpgroup.engine import Warpgroups
 
 COPIERS = 4
 _COPIER_REGISTERS = {8: 40, 12: 32}
@@ -174,7 +175,7 @@ class _Copies(ForwardBlock):
                     self._look(place, values)
                 place.filled()
 
-    def _copy(self, place: Place, rows: PanelTransfer, tile: Value) -> None:
+    def _copy(self, place: Place, rows: CopierTransfer, tile: Value) -> None:
         b, block = self.b, self.shape.block_kv
         place.await_empty()
         first = tile * block
@@ -188,7 +189,7 @@ class _Copies(ForwardBlock):
         self.b.async_wait(0)
         self.b.warpgroup_publish()
 
-    def _look(self, place: Place, values: PanelTransfer) -> None:
+    def _look(self, place: Place, values: CopierTransfer) -> None:
         """Note whether V of an edge tile holds Inf or NaN."""
         b = self.b
         found = b.var(b.const(0, u32), "found")
