@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,16 @@ from test_fragment_compiles import target as nvidia
 from test_fragment_compiles import views as views_of
 from test_fragment_interpreted import BANDS, target
 
+from aule import tuning
 from aule.ops.attention.build import build_forward
+from aule.ops.attention.plan import tiles
 from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import attention_problem
+from aule.target import Target
 from aule.tile.fragment.shape import FragmentShape
+from aule.view import TensorView
 
 SMALL = FragmentShape(128, 16, 8, 2, False, warpgroups=True, copiers=4, q_stages=2)
 DEEP = replace(SMALL, block_kv=32, stages=4, q_stages=1)
@@ -42,10 +46,35 @@ def check(arrays: dict[str, np.ndarray], options: dict[str, Any], shape: Fragmen
     [(SMALL, "full", 1), (SMALL, "causal", 2), (SMALL, "window", 100), (DEEP, "both-sides", 1), (DEEP, "causal", 2)],
 )
 def test_blocks_follow_each_other(shape: FragmentShape, band: str, units: int) -> None:
-    """Three heads of two blocks, with slots going round several times, and rows and keys past the end."""
+    """Two heads of two blocks, with slots going round several times, and rows and keys past the end."""
     rng = np.random.default_rng(2)
-    arrays = {name: rng.standard_normal((1, 3, 200, 72)).astype(np.float16) for name in "qkv"}
+    arrays = {name: rng.standard_normal((1, 2, 200, 72)).astype(np.float16) for name in "qkv"}
     check(arrays, BANDS[band], shape, units)
+
+
+def test_tables_may_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is added to scores; other problems take the next record."""
+    shape = CHOSEN[128]
+    record = tuning.Record(tiles.WARPGROUP, {}, {"shape": asdict(shape)}, "rule", "")
+    known = tuning.matching
+
+    def matching(device: Target, op: str, facts: dict[str, Any]) -> list[tuning.Record]:
+        return [record] * (op == tiles.WARPGROUP) + list(known(device, op, facts))
+
+    monkeypatch.setattr(tuning, "matching", matching)
+    device = replace(nvidia("sm_90"), compute_units=132)
+    plain = AttentionProblem(1, 64, 64, 2048, 2048, 128, 128, "bf16", 0.125, causal=True)
+    for problem, chosen in (
+        (plain, True),
+        (replace(plain, softcap=5.0), True),
+        (replace(plain, dropout_p=0.5), False),
+        (replace(plain, value_dim=192), False),
+    ):
+        views = views_of(problem)
+        if problem.dropout_p:
+            views["seed"] = TensorView("i32", (1, 1, 1, 2), (2, 2, 2, 1), "device", None)
+        config = plan_forward(problem, views, device).steps[-1].config
+        assert (config.shape == shape) is chosen, problem
 
 
 def test_options() -> None:

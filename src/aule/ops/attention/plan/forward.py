@@ -139,7 +139,7 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
     # From so many scores on, two launches that classify the mask's tiles pay off.
     if copied and (problem.mask is None or scores >= tuning.number(target, "attention.forward.mask_prepass_scores")):
         lengths = _unmodified_length(problem), problem.seq_kv
-        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), *lengths)
+        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), *lengths, _stays(problem))
     if found is None and rotates_runs(problem):
         rotated = problem.rope is not None
         found = choose_fragments(target, problem.dtype, *dims, masked, not all(in_runs), rotated)
@@ -152,6 +152,12 @@ def _modifier(problem: AttentionProblem) -> Modifier:
     if problem.bias is not None or problem.has_functions:
         return "bias"
     return "nothing" if problem.mask in (None, "bool") else "mask"
+
+
+def _stays(problem: AttentionProblem) -> bool:
+    """Whether workgroups may stay for several blocks, as `forward_roles.stays` says of a configuration."""
+    added = problem.mask is not None or problem.bias is not None or problem.has_functions or problem.dropout_p > 0
+    return not added and problem.packed is None and problem.value_dim <= problem.head_dim
 
 
 def _unmodified_length(problem: AttentionProblem) -> int:
