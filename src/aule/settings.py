@@ -14,7 +14,7 @@ _BACKEND, _NUM_THREADS, _CHECK_INDICES, _NVTX = (
 )
 
 
-CUDA_SHARED_BYTES = {"75": 65536, "80": 166912, "86": 101376, "89": 101376, "90": 232448}
+CUDA_SHARED_BYTES = {"60": 49152, "70": 98304, "75": 65536, "80": 166912, "86": 101376, "89": 101376, "90": 232448}
 """Shared memory that a workgroup may have, by compute capability."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+_BEFORE_AMPERE = ("sm_60", "sm_61", "sm_62", "sm_70", "sm_72", "sm_75")
+
 
 @dataclass(frozen=True)
 class FragmentLayout:
@@ -203,12 +205,12 @@ class Target:
     @property
     def async_copies(self) -> bool:
         """Copies to shared memory bypass the registers (cp.async, from sm_80 on)."""
-        return self.backend == "cuda" and self.arch != "sm_75"
+        return self.backend == "cuda" and self.arch not in _BEFORE_AMPERE
 
     @property
     def compares_pairs(self) -> bool:
         """One instruction compares two 16-bit floats (from sm_80 on)."""
-        return self.backend == "cuda" and self.arch != "sm_75"
+        return self.backend == "cuda" and self.arch not in _BEFORE_AMPERE
 
     @property
     def converts_factors(self) -> bool:

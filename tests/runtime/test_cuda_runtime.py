@@ -175,7 +175,7 @@ class TestEnumeration:
         assert "m16n8k16:bf16:f32" in hopper.matrix_units and not set(WARPGROUP_UNITS) & set(hopper.matrix_units)
         assert turing.arch == "sm_75", "an older one stays what it is"
         monkeypatch.setenv("AULE_CUDA_ARCH", "sm_80")
-        with pytest.raises(InvalidArgumentError, match=r"expected AULE_CUDA_ARCH to be one of 75, .*, got 'sm_80'"):
+        with pytest.raises(InvalidArgumentError, match=r"expected AULE_CUDA_ARCH to be one of 60, .*, got 'sm_80'"):
             settings.cuda_arch()
 
     def test_no_device(self, fake: Fake) -> None:

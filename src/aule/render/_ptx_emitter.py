@@ -15,11 +15,11 @@ from aule.ir.kernel import Op, Value
 from aule.ir.types import Scalar, element, f32, f64
 
 _VERSIONS = {
-    "75": "6.3", "80": "7.0", "86": "7.1", "87": "7.4", "88": "9.0", "89": "7.8", "90": "7.8", "90a": "8.0",
+    "60": "6.0", "61": "6.0", "62": "6.0", "70": "6.0", "72": "6.1", "75": "6.3", "80": "7.0", "86": "7.1", "87": "7.4", "88": "9.0", "89": "7.8", "90": "7.8", "90a": "8.0",
     "100": "8.6", "100a": "8.6", "101": "8.6", "101a": "8.6", "103": "8.8", "103a": "8.8", "110": "9.0", "110a": "9.0",
     "120": "8.7", "120a": "8.7", "121": "8.8", "121a": "8.8",
 }  # fmt: skip
-"""The first PTX version for each architecture: an old version works with old drivers."""
+"""The first PTX version for each architecture, at least that of ``shfl.sync``: an old version works with old drivers."""
 _NEWEST = "9.0"
 
 _REGISTERS = {
@@ -42,10 +42,10 @@ class Arch:
 
     @classmethod
     def parse(cls, name: str) -> Arch:
-        """Parse ``sm_90``, ``sm_90a`` ...; sm_75 is the oldest supported."""
+        """Parse ``sm_90``, ``sm_90a`` ...; sm_60 is the oldest supported."""
         match = re.fullmatch(r"sm_(\d+)([af]?)", name)
-        if match is None or int(match[1]) < 75:
-            raise KernelError(f"[ptx] expected target.arch sm_75 or newer, got {name!r}; give the device's own")
+        if match is None or int(match[1]) < 60:
+            raise KernelError(f"[ptx] expected target.arch sm_60 or newer, got {name!r}; give the device's own")
         return cls(name, int(match[1]), _VERSIONS.get(match[1] + match[2], _NEWEST))
 
 
@@ -76,6 +76,10 @@ class Emitter:
 
     def line(self, text: str) -> None:
         self.lines.append("\t" + text)
+
+    def device_fence(self) -> None:
+        """Order this thread's accesses to memory before and after, as seen by the device."""
+        self.line("fence.acq_rel.gpu;" if self.arch.number >= 70 else "membar.gl;")
 
     def label(self) -> int:
         """A new number for labels."""

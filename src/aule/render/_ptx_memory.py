@@ -50,6 +50,8 @@ class Addresses:
 
     def bind_global(self, value: Value, register: str, param: Param) -> None:
         load = "ld.global.nc" if param.access == "read" else "ld.global"
+        if param.access != "read" and self._e.arch.number < 70:
+            load = "ld.global.cg"  # their first-level caches may hold what another workgroup has written since
         evict_last = param.evict_last and self._e.arch.number >= 80
         if evict_last:
             load += _HINT
@@ -187,8 +189,14 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     cls = register_class(memory.elem)
     if lanes_of(op.output.type) == 1:
         value = e.operands(op.args[2])[0]
-        order = ".acq_rel.gpu" if op.attrs["ordered"] else ""
+        ordered = op.attrs["ordered"]
+        fenced = ordered and e.arch.number < 70  # no ordered atomics yet
+        if fenced:
+            e.device_fence()
+        order = ".acq_rel.gpu" if ordered and not fenced else ""
         e.bind(op.output, (e.emit(f"atom{order}.{memory.space}.{suffix}", cls, at(base, offset), value),))
+        if fenced:
+            e.device_fence()
         return
     values = e.registers(op.args[2])
     if e.arch.number < 90:

@@ -13,7 +13,6 @@ _CLAMP = "0x1F"
 """Shuffle over the full warp: segment mask 0, highest lane 31."""
 _PLAIN = {
     "subgroup_barrier": f"bar.warp.sync {_ALL};",
-    "device_fence": "fence.acq_rel.gpu;",
     "async_commit": "cp.async.commit_group;",
 }
 
@@ -52,6 +51,8 @@ def render(e: Emitter, op: Op, crew: Crew) -> None:
         e.line(f"bar.sync {crew.operands};")  # orders shared and global memory for its threads
     elif op.opcode in _PLAIN:
         e.line(_PLAIN[op.opcode])
+    elif op.opcode == "device_fence":
+        e.device_fence()
     elif op.opcode == "async_wait":
         e.line(f"cp.async.wait_group {op.attrs['pending']};")
     elif op.opcode in ("launch_next", "launch_await"):

@@ -1,4 +1,4 @@
-"""Renderer for PTX, for NVIDIA GPUs from sm_75 on. The driver assembles the text.
+"""Renderer for PTX, for NVIDIA GPUs from sm_60 on. The driver assembles the text.
 
 Conventions for intrinsics: operands and results are registers of the classes in `_ptx_emitter`; a vector is a list of
 registers; a variable (if the verifier accepts one) is its registers, and the only operand that may be written, as wgmma
