@@ -17,7 +17,7 @@ from aule.ir.interpret import interpret
 from aule.ir.types import Scalar, f32, f64, i32
 from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.plan.forward import plan_forward
-from aule.ops.attention.plan.tiles import FRAGMENT, SIMT, choose_shape, simt_shape
+from aule.ops.attention.plan.tiles import FRAGMENT, SIMT, WARPGROUP, choose_shape, simt_shape
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import Operands, attention_problem
@@ -63,7 +63,7 @@ def run(
             memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
     aligned_base = dict.fromkeys([*"qkvo", "mask"], aligned)
     if tuned and shape is not None:  # as if `aule tune` had found the shape
-        op = SIMT if isinstance(shape, SimtShape) else FRAGMENT
+        op = SIMT if isinstance(shape, SimtShape) else WARPGROUP if shape.warpgroups else FRAGMENT
         with tuning.trying(tuning.Record(op, {}, {"shape": asdict(shape), "accumulators": [1 << 20] * 3})):
             plan = plan_forward(problem, views, device, aligned_base)
     else:

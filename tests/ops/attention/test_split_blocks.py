@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from test_forward_interpreted import SMALL_SHAPES, STEADY, run, target
 from test_fragment_interpreted import SHAPES, WAYS
+from test_fragment_interpreted import target as sm90
 from test_fragment_vulkan import TARGET
 
 from aule.ops.attention.plan import forward as plan
-from aule.ops.attention.plan.split import SplitBlocks, Wave, split_blocks
+from aule.ops.attention.plan.split import SplitBlocks, SplitLastWave, Wave, split_blocks
 from aule.ops.attention.plan.tiles import choose_fragments, choose_shape, choose_wave
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import attention_problem
@@ -58,6 +59,45 @@ def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.Monke
     problem, operands = attention_problem(**views, return_lse=True)
     out, lse = run(problem, operands, shape, device, tuned=True)
     assert splits_made[0] is not None and splits_made[0].splits > 1
+    verdict = compare(problem, out, lse, expect(problem, **arrays))
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize(
+    ("band", "units", "sinks"),
+    [("full", 40, False), ("full", 7, True), ("causal", 40, True), ("both-sides", 40, False), ("alibi", 40, False)],
+)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pieces_over_warpgroups(
+    band: str, units: int, sinks: bool, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five heads of two blocks: on 40 units all are split, on 7 only those of the last wave."""
+    device = replace(sm90(), compute_units=units, device_fence=True)
+    monkeypatch.setattr(plan, "choose_wave", lambda target, shape: Wave(1, 5, 1))
+    made: list[SplitLastWave | None] = []
+    split = plan.split_last_wave
+    monkeypatch.setattr(plan, "split_last_wave", lambda *args: made.append(split(*args)) or made[-1])
+    shape = FragmentShape(64, 16, 4, stages, False, warpgroups=True)
+    rng = np.random.default_rng(4)
+    arrays: dict[str, Any] = {
+        name: rng.standard_normal((1, heads, rows, 72)).astype(np.float16)
+        for name, heads, rows in (("q", 5, 100), ("k", 1, 203), ("v", 1, 203))
+    }
+    options: dict[str, Any] = {
+        "full": {}, "causal": {"causal": True}, "both-sides": {"window": (90, 30)}, "alibi": {},
+    }[band]  # fmt: skip
+    if sinks:
+        arrays["sinks"] = rng.standard_normal(5).astype(np.float32)
+    if band == "alibi":
+        arrays["alibi_slopes"] = np.array([0.5, 0.25, 0.1, 0.05, 0.0], np.float32)
+    problem, operands = attention_problem(
+        **{name: grid.view_of(array) for name, array in arrays.items()}, **options, return_lse=True
+    )
+    out, lse = run(problem, operands, shape, device, tuned=True)
+    (found,) = made
+    assert found is not None and found.pieces > 1 and (found.first > 0) == (units < 10)
+    if "alibi_slopes" in arrays:
+        arrays["alibi"] = arrays.pop("alibi_slopes")
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
 

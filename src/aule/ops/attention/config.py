@@ -66,7 +66,7 @@ class FragmentConfig(GpuConfig):
         Over warpgroups: ALiBi is the only modifier of every score, and no row keeps a key to the right of its position,
         so that the bias is linear in the key.
     pieces : bool
-        As in `ForwardConfig`; not over warpgroups.
+        As in `ForwardConfig`; over warpgroups some blocks are divided into pieces (`SplitLastWave`).
     full_tiles : bool
         Every row keeps every key, and blocks of rows and tiles of keys are full (`forward_full_tiles.py`).
     """

@@ -34,18 +34,24 @@ class Piece:
     ----------
     number, place : Value
         Number of the block in the launch, and among the blocks that are split.
-    first, last : Value
-        Tiles ``first .. last - 1`` of the block.
     part, parts : Value
         Number of the piece, and pieces of the block.
+    share : tuple of Value, optional
+        The piece has tiles ``share[0] .. share[1] - 1`` of the block. None: pieces are as long as each other.
     """
 
     number: Value
     place: Value
-    first: Value
-    last: Value
     part: Value
     parts: Value
+    share: tuple[Value, Value] | None = None
+
+    def tiles(self, first: Value, last: Value) -> tuple[Value, Value]:
+        """The piece's tiles of a block that has ``first .. last - 1``."""
+        if self.share is not None:
+            return self.share
+        tiles = last - first
+        return first + tiles * self.part // self.parts, first + tiles * (self.part + 1) // self.parts
 
 
 @contextmanager
@@ -58,14 +64,8 @@ def pieces(b: Builder) -> Iterator[Piece]:
     with b.loop(start // tiles, (end + (tiles - 1)) // tiles, name="block") as block:
         zero = block * tiles
         owner = zero // each
-        yield Piece(
-            block,
-            block,
-            b.max(start - zero, 0),
-            b.min(end - zero, tiles),
-            workgroup - owner,
-            (zero + (tiles - 1)) // each - owner + 1,
-        )
+        share = b.max(start - zero, 0), b.min(end - zero, tiles)
+        yield Piece(block, block, workgroup - owner, (zero + (tiles - 1)) // each - owner + 1, share)
 
 
 def lane_numbers(shape: FragmentShape, value_dim: int, target: Target) -> int:
@@ -157,7 +157,7 @@ def piece_of(p: Parameters, task: Value) -> Piece:
     place = behind // splits
     split, zero = task >= first, b.const(0, i32)
     part, parts = b.select(split, behind - place * splits, zero), b.select(split, splits, b.const(1, i32))
-    return Piece(b.select(split, first + place, task), place, zero, zero, part, parts)
+    return Piece(b.select(split, first + place, task), place, part, parts)
 
 
 class Passes:

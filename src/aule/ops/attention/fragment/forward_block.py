@@ -234,14 +234,18 @@ class ForwardBlock(ABC):
         when_last(self.p, self.piece.place, self.piece.parts, self.b.thread_id(), self._combine)
 
     def _combine(self) -> None:
-        """Merge the partial results that lanes in the same place have left, and store the block's rows."""
+        """Merge the block's pieces and store its rows."""
+        O, rows = self._start_output(combining=True)
+        self._merge_pieces(O, rows)
+        self._store_rows(O, rows)
+
+    def _merge_pieces(self, O: FragmentTile, rows: list[SoftmaxState]) -> None:
+        """Merge what lanes in the same place have left of the block's pieces."""
         b = self.b
         assert self.piece is not None
-        O, rows = self._start_output(combining=True)
         with b.loop(0, self.piece.parts, name="part") as part:
             left = iter(self._partials.load(part))
             values = [[next(left) for _ in row] for row in O.values()]
             m, l = ([next(left) for _ in rows] for _ in range(2))
             factors = [row.merge(*other) for row, *other in zip(rows, m, l, strict=True)]
             O.map(lambda x, r, c: b.fma(x, factors[r][0], values[r][c] * factors[r][1]))
-        self._store_rows(O, rows)

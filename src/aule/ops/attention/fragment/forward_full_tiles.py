@@ -58,8 +58,9 @@ class _Forward(FragmentForward):
 
     def _order_tiles(self) -> None:
         b, piece = self.b, self.piece
-        first = b.const(0, i32) if piece is None else piece.first
-        last = divmod_const(b, self.scores.seq_kv, self.shape.block_kv)[0] if piece is None else piece.last
+        first, last = b.const(0, i32), divmod_const(b, self.scores.seq_kv, self.shape.block_kv)[0]
+        if piece is not None:
+            first, last = piece.tiles(first, last)
         self.tiles = TileOrder(b, first, first, last, b.const(0, i32))
 
     def run(self) -> None:

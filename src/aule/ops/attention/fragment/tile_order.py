@@ -49,7 +49,7 @@ class TileOrder:
         first = divmod_const(b, reach.first, width)[0]
         last = b.max(divmod_const(b, reach.end + (width - 1), width)[0], first)
         if piece is not None:
-            first, last = piece.first, piece.last
+            first, last = piece.tiles(first, last)
         inner_first = inner_last = last
         if not everywhere:
             inner_first = divmod_const(b, reach.full_first + (width - 1), width)[0]

@@ -237,7 +237,8 @@ class _Draft:
         if split is not None:
             config, blocks = replace(config, shared_blocks=True), split.workgroups
             kernel.scalars |= split.scalars | {"pass_tiles": -(-problem.seq_q // shape.block_kv)}
-            self.workspace |= split.workspace(shape, (problem.head_dim, problem.value_dim))
+            columns = sum(shape.result_columns(dim) for dim in (problem.head_dim, problem.value_dim))
+            self.workspace |= split.workspace(shape.block_q * columns)
             self.scratch["tickets"] = split.blocks
         build = build_backward_warpgroup if shape.warpgroups else build_backward_fragment
         self._add(config, build, blocks, kernel.scalars, kernel.renamed)

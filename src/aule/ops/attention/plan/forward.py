@@ -12,7 +12,7 @@ from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.fragment.forward_full_tiles import MOST_BLOCKS, reciprocals
 from aule.ops.attention.plan.layout import Layout, view_scalars
 from aule.ops.attention.plan.scalars import folded, problem_scalars, rotates_runs, score_options
-from aule.ops.attention.plan.split import SplitBlocks, split_blocks
+from aule.ops.attention.plan.split import SplitBlocks, SplitLastWave, lane_words, split_blocks, split_last_wave
 from aule.ops.attention.plan.tiles import (
     Modifier,
     choose_fragments,
@@ -263,13 +263,17 @@ class _Draft:
 
     # -- scalars and grid ----------------------------------------------------------------------------------------------
 
-    def launched(self, config: Config, shape: Shape, split: SplitBlocks | None) -> Plan:
+    def launched(self, config: Config, shape: Shape, split: SplitBlocks | SplitLastWave | None) -> Plan:
         """The plan of the steps before and of the kernel, whose blocks may be split along the keys."""
         blocks, scratch = int(self.scalars["blocks"]), {}
         if split is not None:
             config, blocks = replace(config, pieces=True), split.workgroups
             self.scalars |= split.scalars
-            self.workspace |= split.workspace(shape, self.problem.value_dim, self.target)
+            if isinstance(split, SplitBlocks):
+                self.workspace |= split.workspace(shape, self.problem.value_dim, self.target)
+            else:
+                assert isinstance(shape, FragmentShape)
+                self.workspace |= split.workspace(lane_words(shape, self.problem.value_dim, self.target))
             scratch["tickets"] = split.blocks
         if isinstance(shape, FragmentShape) and shape.copiers:
             blocks = min(blocks, model.units(self.target))  # workgroups stay for several blocks
@@ -278,13 +282,29 @@ class _Draft:
         return Plan((*self.before, step), self.workspace, scratch)
 
 
-def _split(problem: AttentionProblem, config: Config, shape: Shape, target: Target) -> SplitBlocks | None:
-    """How blocks are split along the keys if they are too few to fill the device; None if they are not."""
-    wave = choose_wave(target, shape) if target.device_fence and _plain(config, problem) else None
-    if wave is None:
+def _split(
+    problem: AttentionProblem, config: Config, shape: Shape, target: Target
+) -> SplitBlocks | SplitLastWave | None:
+    """How blocks are split along the keys if they leave much of the device idle; None if they do not."""
+    wave = choose_wave(target, shape) if target.device_fence else None
+    if wave is None or config.packed or config.tiles_listed:
         return None
-    blocks = -(-problem.seq_q // shape.block_q) * problem.batch * problem.heads_q
-    return split_blocks(blocks, -(-problem.seq_kv // shape.block_kv), target.compute_units, wave)
+    blocks, units = -(-problem.seq_q // shape.block_q) * problem.batch * problem.heads_q, target.compute_units
+    if isinstance(shape, FragmentShape) and shape.warpgroups:
+        # Blocks of a band differ in length, so that their last wave is not one.
+        if not (config.keeps_all or blocks < wave.resident * units):
+            return None
+        return split_last_wave(blocks, -(-_most_keys(problem, shape) // shape.block_kv), units, wave)
+    if not _plain(config, problem):
+        return None
+    return split_blocks(blocks, -(-problem.seq_kv // shape.block_kv), units, wave)
+
+
+def _most_keys(problem: AttentionProblem, shape: Shape) -> int:
+    """The most keys that the rows of a block keep together."""
+    left, right = problem.band
+    end = min(problem.seq_kv, max(problem.seq_q + problem.shift + right, 0))
+    return min(end, left + right + shape.block_q)
 
 
 def _plain(config: Config, problem: AttentionProblem) -> bool:

@@ -1,9 +1,9 @@
 """Splits blocks into pieces where a launch would leave much of the device idle. Pure.
 
-Forward, a launch of fewer blocks of rows than the device runs at a time is split along the keys (`split_blocks`).
-Backward, the blocks of keys of the last, partial wave, which may be the only one, are split along their passes over
-query heads and rows (`split_last_wave`). The last workgroup to finish a piece of a block combines them
-(`aule.ops.combine.pieces`).
+Forward, a launch of fewer blocks of rows than the device runs at a time is split along the keys (`split_blocks`). Over
+warpgroups, and backward, the blocks of the last, partial wave, which may be the only one, are split instead
+(`split_last_wave`): along the keys, or backward along their passes over query heads and rows. The last workgroup to
+finish a piece of a block combines them (`aule.ops.combine.pieces`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ class Wave:
     resident : int
         Workgroups that a compute unit runs at a time.
     pieces : int
-        Forward: pieces made for each workgroup that runs at a time. Backward: most pieces of a block.
+        `split_blocks`: pieces made for each workgroup that runs at a time. `split_last_wave`: most pieces of a block.
     cost : int
-        Tiles that could be computed while a piece begins, ends and is combined. Forward: fewest tiles of a piece.
+        Tiles that could be computed while a piece begins, ends and is combined. `split_blocks`: fewest tiles of a
+        piece.
     alone : float
         Part of its time that a workgroup takes if it has a compute unit to itself.
+    merge : float
+        `split_last_wave`: tiles that could be computed while one of several pieces is merged into the result.
     """
 
     resident: int
     pieces: int
     cost: int
     alone: float = 0.75
+    merge: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,7 @@ class SplitBlocks:
     def workspace(self, shape: SimtShape | FragmentShape, value_dim: int, target: Target) -> dict[str, int]:
         """Words of memory for the results of pieces, by buffer name."""
         if isinstance(shape, FragmentShape):
-            each = padded(lane_numbers(shape, value_dim, target), QUAD) * shape.threads
-            return {"part": self.blocks * self.splits * each}
+            return {"part": self.blocks * self.splits * lane_words(shape, value_dim, target)}
         rows = self.blocks * shape.block_q * self.splits
         return {"part": rows * value_dim, "part_lse": rows}
 
@@ -102,6 +105,11 @@ def split_blocks(blocks: int, tiles: int, units: int, wave: Wave) -> SplitBlocks
     return split if turns * split.each + 2 * wave.cost < (int(wave.alone * tiles) if alone else tiles) else None
 
 
+def lane_words(shape: FragmentShape, value_dim: int, target: Target) -> int:
+    """Words of memory for O, m and l of a piece, as the lanes on matrix units hold them."""
+    return padded(lane_numbers(shape, value_dim, target), QUAD) * shape.threads
+
+
 @dataclass(frozen=True)
 class SplitLastWave:
     """``blocks`` blocks of ``pieces`` pieces each, after ``first`` blocks that are not split."""
@@ -119,9 +127,9 @@ class SplitLastWave:
         """Parameters of the kernel, by name."""
         return {"workgroups": self.workgroups, "first_split": self.first, "splits": self.pieces}
 
-    def workspace(self, shape: FragmentShape, dims: tuple[int, int]) -> dict[str, int]:
-        """Words of memory for the sums of pieces, by buffer name: dK and dV of a block, as wide as its results."""
-        return {"part": self.blocks * self.pieces * shape.block_q * sum(shape.result_columns(dim) for dim in dims)}
+    def workspace(self, words: int) -> dict[str, int]:
+        """Words of memory for the results of pieces, ``words`` each, by buffer name."""
+        return {"part": self.blocks * self.pieces * words}
 
 
 def split_last_wave(blocks: int, tiles: int, units: int, wave: Wave) -> SplitLastWave | None:
@@ -136,7 +144,7 @@ def split_last_wave(blocks: int, tiles: int, units: int, wave: Wave) -> SplitLas
         alone = 2 * rest * pieces <= slots
         work = -(-rest * pieces // slots) * (-(-tiles // pieces) + wave.cost) * (wave.alone if alone else 1.0)
         # Without other blocks beside them, all pieces begin and are combined at the same time.
-        return work if pieces == 1 or blocks > slots else work + 2 * wave.cost
+        return work if pieces == 1 else work + pieces * wave.merge + (2 * wave.cost if blocks <= slots else 0)
 
     pieces = min(range(1, min(wave.pieces, tiles) + 1), key=time)
     return SplitLastWave(blocks - rest, rest, pieces) if pieces > 1 else None

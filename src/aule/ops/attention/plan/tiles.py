@@ -110,7 +110,8 @@ def choose_full(target: Target, shape: FragmentShape) -> FragmentShape:
 
 def choose_wave(target: Target, shape: SimtShape | FragmentShape) -> Wave | None:
     """How many workgroups of a table's shape run at a time; None if not measured."""
-    return known_wave(target, FRAGMENT if isinstance(shape, FragmentShape) else SIMT, shape)
+    on_units = isinstance(shape, FragmentShape)
+    return known_wave(target, (WARPGROUP if shape.warpgroups else FRAGMENT) if on_units else SIMT, shape)
 
 
 def known_wave(target: Target, op: str, shape: SimtShape | FragmentShape) -> Wave | None:

@@ -76,7 +76,7 @@ class Block:
         self.partials: RowPartials | None = None
         if piece is not None:
             self.partials = RowPartials(p, piece, config.shape.block_q, config.aligned[3])
-            self.first_tile, self.last_tile = piece.first, piece.last
+            self.first_tile, self.last_tile = piece.tiles(self.first_tile, self.last_tile)
 
     def _declare(self) -> None:
         """Declare the buffers in an order on which callers rely, and the numbers that every kernel has."""

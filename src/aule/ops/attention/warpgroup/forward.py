@@ -16,11 +16,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import PANEL, f32, i32, u32, u64
+from aule.ir.types import PANEL, f32, i32, i64, u32, u64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.tile_order import TilePlace
 from aule.ops.attention.prepass.tile_list import TileList
 from aule.ops.attention.warpgroup.forward_scores import TileScores
+from aule.ops.combine.pieces import piece_of
+from aule.ops.scores.parameters import Parameters
+from aule.ops.shared.parameters import workgroup_number
+from aule.ops.shared.tickets import when_last
 from aule.ops.softmax.online_softmax import LAG, SoftmaxState
 from aule.target import Target
 from aule.tile.common.math import fold
@@ -34,9 +38,12 @@ from aule.tile.warpgroup.engine import ROWS, PanelFactor, PanelShape, Warpgroups
 
 
 def build_forward_warpgroup(config: FragmentConfig, target: Target, name: str) -> KernelIR:
-    """Trace the forward kernel of a configuration for a target with warpgroup products."""
+    """Trace the forward kernel of a configuration for a target with warpgroup products, for blocks, or for blocks of
+    which some are divided into pieces."""
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers)
-    kernel = Forward(b, config, target)
+    p = Parameters(b, config, i64 if config.index64 else i32)
+    piece = piece_of(p, workgroup_number(b)) if config.pieces else None
+    kernel = Forward(b, config, target, piece, parameters=p)
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
@@ -134,8 +141,7 @@ class Forward(TileScores):
         empty = b.fragment_fill(engine.left, 0.0)
         P = [b.var(empty) for _ in range(shape.block_kv // SIZE)]
         state = State(S, O, P, rows)
-        if config.sinks:
-            self._start_from_sink(rows)
+        self._count_sink(rows)
         zero = b.const(0, i32)
         self._load_queries()
         with b.if_(self.count > 0):
@@ -215,16 +221,44 @@ class Forward(TileScores):
                 b.warpgroup_wait()
 
     def _repeat(self, state: State) -> None:
-        b = self.b
-        for variable in state.O.vars[0]:
-            variable.value = b.fragment_fill(self.engine.accumulator, 0.0)
-        for row in state.rows:
-            row.m.value, row.l.value = self.lowest, b.const(0.0, f32)
-        if self.config.sinks:
-            self._start_from_sink(state.rows)
-        zero = b.const(0, i32)
+        self._clear(state.O, state.rows)
+        self._count_sink(state.rows)
+        zero = self.b.const(0, i32)
         self._start_tile(self._tile(zero), zero, full=False)
         self._pass_guarded(state, self.count)
+
+    def _clear(self, O: FragmentTile, rows: list[SoftmaxState]) -> None:
+        """O and the states of its rows as before the first key."""
+        for variable in O.vars[0]:
+            variable.value = self.b.fragment_fill(self.engine.accumulator, 0.0)
+        for row in rows:
+            row.m.value, row.l.value = self.lowest, self.b.const(0.0, f32)
+
+    def _count_sink(self, rows: list[SoftmaxState]) -> None:
+        """Count the sink before the first tile, in the first piece if there are several."""
+        if not self.config.sinks:
+            return
+        with nullcontext() if self.piece is None else self.b.if_(self.b.eq(self.piece.part, 0)):
+            self._start_from_sink(rows)
+
+    def _finish(self, O: FragmentTile, rows: list[SoftmaxState]) -> None:
+        """Store the block's rows. Of several pieces the last to finish does that; the others leave their results."""
+        b, piece = self.b, self.piece
+        if piece is None:
+            self._store_rows(O, rows)
+            return
+        missing = b.var(piece.parts - 1, "missing")
+
+        def merge() -> None:
+            missing.value = b.const(0, i32)
+            self._clear(O, rows)
+            self._merge_pieces(O, rows)
+
+        with b.if_(piece.parts > 1):
+            super()._finish(O, rows)
+            when_last(self.p, piece.place, piece.parts, b.thread_id(), merge)
+        with b.if_(b.eq(missing.value, 0)):
+            self._store_rows(O, rows)
 
     def _softmax(self, state: State, tile: Value, row_terms: list[Value], running: bool = False) -> None:
         """P of a tile's scores, to each row of which its term is still to be added; ``running`` while a product adds to
