@@ -291,7 +291,8 @@ def assemble(path: Path, kernels: list[KernelIR], arch: str, *options: str) -> s
     source, cubin = path / f"{arch}.ptx", path / f"{arch}.cubin"
     source.write_text("\n".join([header, *(t.split("\n\n", 1)[1] for t in texts)]))
     assert PTXAS is not None
-    command = [PTXAS, f"-arch={'sm_75' if arch in ('sm_60', 'sm_70') else arch}", *options, str(source), "-o", str(cubin)]
+    assembled = "sm_75" if arch in ("sm_60", "sm_70") else arch
+    command = [PTXAS, f"-arch={assembled}", *options, str(source), "-o", str(cubin)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
     return done.stderr + done.stdout

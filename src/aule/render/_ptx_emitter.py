@@ -15,11 +15,12 @@ from aule.ir.kernel import Op, Value
 from aule.ir.types import Scalar, element, f32, f64
 
 _VERSIONS = {
-    "60": "6.0", "61": "6.0", "62": "6.0", "70": "6.0", "72": "6.1", "75": "6.3", "80": "7.0", "86": "7.1", "87": "7.4", "88": "9.0", "89": "7.8", "90": "7.8", "90a": "8.0",
+    "60": "6.0", "61": "6.0", "62": "6.0", "70": "6.0", "72": "6.1",
+    "75": "6.3", "80": "7.0", "86": "7.1", "87": "7.4", "88": "9.0", "89": "7.8", "90": "7.8", "90a": "8.0",
     "100": "8.6", "100a": "8.6", "101": "8.6", "101a": "8.6", "103": "8.8", "103a": "8.8", "110": "9.0", "110a": "9.0",
     "120": "8.7", "120a": "8.7", "121": "8.8", "121a": "8.8",
 }  # fmt: skip
-"""The first PTX version for each architecture, at least that of ``shfl.sync``: an old version works with old drivers."""
+"""The first PTX version for each architecture that has ``shfl.sync``: an old version works with old drivers."""
 _NEWEST = "9.0"
 
 _REGISTERS = {

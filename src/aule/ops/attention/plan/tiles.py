@@ -110,8 +110,9 @@ def choose_full(target: Target, shape: FragmentShape) -> FragmentShape:
 
 def choose_wave(target: Target, shape: SimtShape | FragmentShape) -> Wave | None:
     """How many workgroups of a table's shape run at a time; None if not measured."""
-    on_units = isinstance(shape, FragmentShape)
-    return known_wave(target, (WARPGROUP if shape.warpgroups else FRAGMENT) if on_units else SIMT, shape)
+    if isinstance(shape, SimtShape):
+        return known_wave(target, SIMT, shape)
+    return known_wave(target, WARPGROUP if shape.warpgroups else FRAGMENT, shape)
 
 
 def known_wave(target: Target, op: str, shape: SimtShape | FragmentShape) -> Wave | None:
