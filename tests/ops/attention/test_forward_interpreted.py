@@ -64,7 +64,9 @@ def run(
     aligned_base = dict.fromkeys([*"qkvo", "mask"], aligned)
     if tuned and shape is not None:  # as if `aule tune` had found the shape
         op = SIMT if isinstance(shape, SimtShape) else WARPGROUP if shape.warpgroups else FRAGMENT
-        with tuning.trying(tuning.Record(op, {}, {"shape": asdict(shape), "accumulators": [1 << 20] * 3})):
+        own = tuning.Record(op, {}, {"shape": asdict(shape), "accumulators": [1 << 20] * 3})
+        any_mask = tuning.Record("attention.forward.mask_prepass_scores", {}, {"value": 0})
+        with tuning.trying(own, any_mask):
             plan = plan_forward(problem, views, device, aligned_base)
     else:
         plan = plan_forward(problem, views, device, aligned_base, shape)

@@ -65,8 +65,11 @@ def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("band", "units", "sinks"),
-    [("full", 40, False), ("full", 7, True), ("causal", 40, True), ("both-sides", 40, False), ("alibi", 40, False)],
-)
+    [
+        ("full", 40, False), ("full", 7, True), ("causal", 40, True), ("both-sides", 40, False), ("alibi", 40, False),
+        ("bool", 40, True), ("added", 40, False),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("stages", [2, 3])
 def test_pieces_over_warpgroups(
     band: str, units: int, sinks: bool, stages: int, monkeypatch: pytest.MonkeyPatch
@@ -83,9 +86,14 @@ def test_pieces_over_warpgroups(
         name: rng.standard_normal((1, heads, rows, 72)).astype(np.float16)
         for name, heads, rows in (("q", 5, 100), ("k", 1, 203), ("v", 1, 203))
     }
-    options: dict[str, Any] = {
-        "full": {}, "causal": {"causal": True}, "both-sides": {"window": (90, 30)}, "alibi": {},
-    }[band]  # fmt: skip
+    options: dict[str, Any] = {"causal": {"causal": True}, "both-sides": {"window": (90, 30)}}.get(band, {})
+    kept = rng.random((1, 1, 100, 203)) < 0.8
+    kept[..., 16:48] = True
+    kept[..., 64:, 96:160] = False
+    if band == "bool":
+        arrays["mask"] = kept
+    if band == "added":
+        arrays["mask"] = np.where(kept, rng.standard_normal(kept.shape), -np.inf).astype(np.float16)
     if sinks:
         arrays["sinks"] = rng.standard_normal(5).astype(np.float32)
     if band == "alibi":

@@ -287,7 +287,7 @@ def _split(
 ) -> SplitBlocks | SplitLastWave | None:
     """How blocks are split along the keys if they leave much of the device idle; None if they do not."""
     wave = choose_wave(target, shape) if target.device_fence else None
-    if wave is None or config.packed or config.tiles_listed:
+    if wave is None or config.packed:
         return None
     blocks, units = -(-problem.seq_q // shape.block_q) * problem.batch * problem.heads_q, target.compute_units
     if isinstance(shape, FragmentShape) and shape.warpgroups:

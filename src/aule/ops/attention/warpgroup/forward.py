@@ -88,9 +88,12 @@ class Forward(TileScores):
         self.v_start = self.k_start + shape.stages * self.k_size
 
     def _order_tiles(self) -> None:
+        b = self.b
         self.tile_list = None
+        self.listed_before: Value | int = 0
+        """Tiles of the list that other pieces have."""
         self.ascending = self.config.one_loop and self.config.left and not self.config.tiles_listed
-        self.found = self.b.var(self.b.const(0, u32), "found")
+        self.found = b.var(b.const(0, u32), "found")
         """Nonzero if this thread has seen Inf or NaN in V of an edge tile."""
         if not self.config.tiles_listed:
             super()._order_tiles()
@@ -98,14 +101,18 @@ class Forward(TileScores):
             return
         self.tile_list = TileList(self.p, self.scores.batch, self.head, self.block, self.shape)
         self.edges, self.count = self.tile_list.partial, self.tile_list.count
+        if self.piece is not None:
+            first, last = self.piece.tiles(b.const(0, i32), self.count)
+            self.listed_before = first
+            self.edges, self.count = b.min(b.max(self.edges - first, 0), last - first), last - first
         # A tile's number is fetched a step before its keys are.
-        self.coming = [self.b.var(self._tile(self.b.const(i, i32)), "coming") for i in range(self.shape.stages)]
+        self.coming = [b.var(self._tile(b.const(i, i32)), "coming") for i in range(self.shape.stages)]
 
     def _tile(self, i: Value) -> Value:
         """The ``i``-th tile in the order in which they are worked on."""
         b = self.b
         if self.tile_list is not None:
-            return self.tile_list.tile(i)
+            return self.tile_list.tile(i + self.listed_before)
         left, inner = self.tiles.first + i, self.tiles.inner
         if self.ascending:
             return left
