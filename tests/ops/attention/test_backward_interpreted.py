@@ -69,7 +69,7 @@ def run(
     for name in "qkv":
         shape_of = views[name].shape
         views["d" + name] = TensorView(problem.dtype, shape_of, contiguous_strides(shape_of), "device", None)
-        memory["d" + name] = np.zeros(shape_of, stored).reshape(-1)
+        memory["d" + name] = np.full(shape_of, np.nan, dtype).view(stored).reshape(-1)
     plan = plan_backward(problem, views, target, shapes=shape if isinstance(shape, tuple) else (shape, shape))
     memory |= {
         name: np.full(size, np.nan, np.float32) if name in ("delta", "dq_sum") else unwritten(size)

@@ -116,6 +116,8 @@ class FragmentBackwardConfig(GpuConfig):
         As in `BackwardConfig`.
     folded : bool
         As in `FragmentConfig`.
+    one_block : bool
+        With ``sums``: a block has all keys, so that nobody else adds to its rows of dQ, and they are stored.
     shared_blocks : bool
         Several workgroups share each of the last blocks of keys, or of all (`SplitLastWave` of `plan/split.py`).
     """
@@ -123,6 +125,7 @@ class FragmentBackwardConfig(GpuConfig):
     of: Literal["queries", "keys"]
     shape: FragmentShape
     sums: bool = False
+    one_block: bool = False
     folded: bool = False
     shared_blocks: bool = False
 

@@ -377,7 +377,7 @@ class _Keys(_Kernel, KeysKernel):
             if config.sums:
                 if not (shared or shape.late_fetch):
                     b.barrier()
-                self._add_to_sums(head, row0)
+                self._pass_queries(head, row0)
 
         limits: tuple[Value, ...] = (first, last)
         bodies: tuple[Body, ...] = (body,)
@@ -415,8 +415,8 @@ class _Keys(_Kernel, KeysKernel):
             for at in others for row in range(0, self.score_rows, height)
         ]  # fmt: skip
 
-    def _add_to_sums(self, head: Value, row0: Value) -> None:
-        """Add ``dS K`` of the block's keys to the sums of dQ. Subgroups divide the tile's rows and columns so that each
+    def _pass_queries(self, head: Value, row0: Value) -> None:
+        """Add ``dS K`` of the block's keys to dQ. Subgroups divide the tile's rows and columns so that each
         has the least to multiply, and then the least to read."""
         b, shape, depth = self.b, self.shape, self.depths[0]
         blocks = shape.block_kv // SIZE
@@ -432,10 +432,10 @@ class _Keys(_Kernel, KeysKernel):
         part, block = divmod_const(b, self.engine.subgroup, down)
         rows, cols = blocks // down, depth // across(down)
         with b.if_(part < across(down)) if down * across(down) < shape.subgroups else nullcontext():
-            self._add_blocks(head, row0, block * (rows * SIZE), part * (cols * SIZE), rows, cols)
+            self._put_blocks(head, row0, block * (rows * SIZE), part * (cols * SIZE), rows, cols)
 
-    def _add_blocks(self, head: Value, row0: Value, row: Value, col: Value, rows: int, cols: int) -> None:
-        """Add ``rows`` by ``cols`` blocks of 16 x 16 of the tile, from its ``row`` and ``col`` on."""
+    def _put_blocks(self, head: Value, row0: Value, row: Value, col: Value, rows: int, cols: int) -> None:
+        """Compute ``rows`` by ``cols`` blocks of 16 x 16 of the tile, from its ``row`` and ``col`` on."""
         engine, arrangement = self.engine, self.engine.arrangement
         ds_start, k_start = self.ds_start + row, self.own_start[0] + col
         tile = engine.tile(rows * SIZE, cols * SIZE)
@@ -448,4 +448,4 @@ class _Keys(_Kernel, KeysKernel):
             lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * arrangement.width),
             self.shape.block_q // SIZE,
         )
-        self.add_to_sums(tile, head, row0 + row, col)
+        self.put_queries(tile, head, row0 + row, col)
