@@ -21,6 +21,9 @@ from flex_cases import BATCH, CASES, HEADS, KEYS, QUERIES, Case, causal  # noqa:
 from torch.nn.attention import flex_attention as peer  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from aule.frontends.torch import attention  # noqa: E402
+from aule.frontends.torch.flex import calls, captured  # noqa: E402
+
 DIM = 16
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error by type, of the largest element."""
@@ -282,6 +285,32 @@ def test_keys_of_one_batch_and_shared_heads() -> None:
     close(found, expected, torch.float32)
     for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (found, expected)), strict=True):
         close(a, b, torch.float32)
+
+
+@pytest.mark.parametrize("make", [flex_cases.document_relative, flex_cases.block_sparse_gate, flex_cases.several_loads])
+def test_gradients_of_captured_tensors_in_parts(make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of some rows, of some keys and of one head each; sums of diagonals of several blocks."""
+    devices.need("cpu")
+    case = make()
+    made: list[Any] = []
+    call = captured._Part.call
+    monkeypatch.setattr(captured._Part, "call", lambda part, *args: made.append(part) or call(part, *args))
+    monkeypatch.setattr(captured, "KEYS", 24)
+    monkeypatch.setattr(captured, "most_scores", lambda q, each: 24 * 16)
+    for module in (captured, calls):
+        monkeypatch.setattr(module, "PADDING", 8)
+    check(case)
+    assert len({(p.rows.start, p.keys.start, p.heads.start, p.batch.start) for p in made}) == len(made) == 24
+
+
+def test_parts_of_long_sequences_take_little_memory() -> None:
+    q, k = (torch.empty(1, heads, 131072, 128, device="meta") for heads in (8, 2))
+    saved = attention.Saved(q, k, k, q, q[..., 0], q)
+    sizes = [
+        (p.heads.stop - p.heads.start) * 4 * (p.rows.stop - p.rows.start) * (p.keys.stop - p.keys.start)
+        for p in captured._parts(saved, 1 << 26)
+    ]
+    assert max(sizes) <= 1 << 26 and sum(sizes) == 8 * 131072**2
 
 
 def test_captured_tensors_alone_have_gradients() -> None:

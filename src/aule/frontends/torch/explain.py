@@ -88,12 +88,11 @@ def flex_attention(
     q, k, v = _as_autocast_would(q, k, v)
     k, v = flex_entry.shared_keys(q, k, v)
     functions = flex_entry.functions_of(score_mod, block_mask, q, k)
-    wanted = [x for x in functions.of_score.values() if x.requires_grad]
-    if not (grad_enabled() and (wanted or any(x.requires_grad for x in (q, k, v)))):
+    if not (grad_enabled() and any(x.requires_grad for x in (q, k, v, *functions.of_score.values()))):
         return _explained(flex_calls.Forward(q, k, v, options, functions, None))
     forward = flex_calls.Forward(q, k, v, options, functions, True)
     options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
-    backward = flex_calls.Backward(_saved(forward), options, functions, bool(wanted), None)
+    backward = flex_calls.Backward(_saved(forward), options, functions, None)
     return _explained(forward, _explained(backward))
 
 

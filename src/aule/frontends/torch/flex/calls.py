@@ -24,7 +24,6 @@ from aule.ops.shared.plan import Plan
 from aule.options import AttentionOptions
 from aule.runtime.base import Device
 
-
 PADDING = 128
 """Rows and keys of the scores' gradient are padded to multiples of this."""
 
@@ -47,6 +46,7 @@ class FlexCall(attention.AttentionCall):
         problem, found = super().problem(view)
         functions = self.functions
         captured = {name: view(self.tensors[name], "a captured tensor", OP, "query") for name in functions.captured}
+        functions.check_indices(captured, problem.batch, problem.heads_q, OP)
         problem = replace(problem, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
         return problem, replace(found, captured=captured)
 

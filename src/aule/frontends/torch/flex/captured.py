@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -127,8 +127,10 @@ def _parts(saved: Saved, most: int) -> Iterator[_Part]:
     firsts[1] = firsts[1] * group
     starts = torch.cartesian_prod(*firsts).to(torch.int32)
     for number, begin in enumerate(product(*ranges)):
-        slices = [slice(x, min(x + step, size)) for x, step, size in zip(begin, steps, sizes, strict=True)]
-        yield _Part(*slices, starts[number])
+        of_batch, of_heads, of_rows, of_keys = (
+            slice(x, min(x + step, size)) for x, step, size in zip(begin, steps, sizes, strict=True)
+        )
+        yield _Part(of_batch, of_heads, of_rows, of_keys, starts[number])
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -319,17 +321,17 @@ def _diagonal_sums(ds: Tensor, rows: int, keys: int) -> Tensor:
     `PADDING` of them; sums of so many rows are then added in the same manner.
     """
     batch, heads, padded_rows, width = ds.shape
-    blocks, (outer, inner) = padded_rows // PADDING, ds.stride()[:2]
-    sizes, steps = (batch, heads, blocks), (outer, inner, PADDING * width)
+    blocks = padded_rows // PADDING
+    sizes, steps = (batch, heads, blocks), (*ds.stride()[:2], PADDING * width, width + 1, 1)
     # Differences from 0 on, and those below, which row 0 does not have.
-    above = ds.as_strided((*sizes, PADDING, width - PADDING), (*steps, width + 1, 1)).sum(3)
-    first = width + 1 - (PADDING - 1)
-    below = ds.as_strided((*sizes, PADDING - 1, PADDING - 1), (*steps, width + 1, 1), first).sum(3)
+    above = ds.as_strided((*sizes, PADDING, width - PADDING), steps).sum(3)
+    below = ds.as_strided((*sizes, PADDING - 1, PADDING - 1), steps, width + 1 - (PADDING - 1)).sum(3)
     parts = torch.cat((below, above), 3).flip(2)
     length = parts.shape[3] + (blocks - 1) * PADDING
     parts = torch.nn.functional.pad(parts, (0, length - parts.shape[3]))
-    steps = (heads * blocks * length, blocks * length, length - PADDING, 1)
-    found = parts.as_strided((batch, heads, blocks, length), steps).sum(2)
+    found = parts.as_strided(
+        (batch, heads, blocks, length), (heads * blocks * length, blocks * length, length - PADDING, 1)
+    ).sum(2)
     return found[..., blocks * PADDING - rows :][..., : rows + keys - 1]
 
 
