@@ -63,13 +63,20 @@ def captured_gradients(
         Buffer names of captured tensors.
     """
     sums = _Sums(saved, options, functions, wanted)
-    if saved.q.numel() and saved.k.numel():
-        each = any(load.factor_of_each or load.along == "all" for load in sums.loads)
-        for part in _parts(saved, most_scores(saved.q, each)):
-            (ds,) = where.compute(ScoreGradients(*part.call(saved, dlse, options, functions)))
-            assert ds is not None
-            sums.add(part, ds)
+    for part in _parts(saved, most_scores(saved.q, sums.of_each)):
+        (ds,) = where.compute(part.call(saved, dlse, options, functions))
+        assert ds is not None
+        sums.add(part, ds)
     return sums.finish()
+
+
+def first_call(
+    saved: Saved, options: AttentionOptions, functions: Functions, wanted: Sequence[str]
+) -> ScoreGradients | None:
+    """The call that computes the first part of dS; None if there are no scores."""
+    sums = _Sums(saved, options, functions, wanted)
+    part = next(_parts(saved, most_scores(saved.q, sums.of_each)), None)
+    return None if part is None else part.call(saved, None, options, functions)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -88,13 +95,13 @@ class _Part:
 
     def call(
         self, saved: Saved, dlse: Tensor | None, options: AttentionOptions, functions: Functions
-    ) -> tuple[Saved, AttentionOptions, Functions, Tensor | None]:
-        """Arguments of the call that computes the part."""
+    ) -> ScoreGradients:
+        """The call that computes the part of dS."""
         q, k, v, out, lse, dout = saved
         own, other = (self.batch, self.query_heads(saved), self.rows), (self.batch, self.heads, self.keys)
         part = Saved(q[own], k[other], v[other], out[own].contiguous(), lse[own].contiguous(), dout[own])
         of_lse = None if dlse is None else dlse[own].contiguous()
-        return part, options, _functions_of_part(functions, self.starts), of_lse
+        return ScoreGradients(part, options, _functions_of_part(functions, self.starts), of_lse)
 
     def query_heads(self, saved: Saved) -> slice:
         group = saved.q.shape[1] // saved.k.shape[1]
@@ -115,6 +122,8 @@ def _functions_of_part(functions: Functions, starts: Tensor) -> Functions:
 def _parts(saved: Saved, most: int) -> Iterator[_Part]:
     """Parts of at most about ``most`` scores each."""
     (batch, heads_q, rows), (_, heads, keys) = saved.q.shape[:3], saved.k.shape[:3]
+    if not (batch and heads_q and rows and keys):
+        return
     group = heads_q // heads
     part_keys = min(keys, KEYS)
     part_rows = min(rows, max(most // (part_keys * group) // PADDING, 1) * PADDING)
@@ -176,6 +185,11 @@ class _Sums:
         self.sums = {
             load: lse.new_zeros((batch, heads, lengths[load.along])) for load in self.loads if load.along != "all"
         }
+
+    @property
+    def of_each(self) -> bool:
+        """Whether scores are worked on one by one."""
+        return any(load.factor_of_each or load.along == "all" for load in self.loads)
 
     def add(self, part: _Part, ds: Tensor) -> None:
         """Add a part of dS, as `ScoreGradients` gives it."""
