@@ -24,12 +24,12 @@ from aule.frontends.torch.functions import Functions
 from aule.ops.scores.functions.differentiate import derivatives
 from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
 from aule.ops.scores.functions.evaluate import NAMES
-from aule.ops.scores.functions.parts import Along, part_of, spreads, together
+from aule.ops.scores.functions.parts import Along, kept_differences, part_of, spreads, together
 from aule.ops.scores.functions.program import BoundFunction, Node, ScoreFunction
 from aule.options import AttentionOptions
 
-KEYS = 1024
-"""Keys of a part."""
+KEYS, ROWS = 1024, 4096
+"""Keys of a part, and rows unless there are few heads."""
 _DTYPES = {
     "bool": torch.bool, "i32": torch.int32, "i64": torch.int64, "f32": torch.float32, "f64": torch.float64,
 }  # fmt: skip
@@ -63,7 +63,7 @@ def captured_gradients(
         Buffer names of captured tensors.
     """
     sums = _Sums(saved, options, functions, wanted)
-    for part in _parts(saved, most_scores(saved.q, sums.of_each)):
+    for part in _parts(saved, most_scores(saved.q, sums.of_each), functions.mask_mod):
         (ds,) = where.compute(part.call(saved, dlse, options, functions))
         assert ds is not None
         sums.add(part, ds)
@@ -75,7 +75,7 @@ def first_call(
 ) -> ScoreGradients | None:
     """The call that computes the first part of dS; None if there are no scores."""
     sums = _Sums(saved, options, functions, wanted)
-    part = next(_parts(saved, most_scores(saved.q, sums.of_each)), None)
+    part = next(_parts(saved, most_scores(saved.q, sums.of_each), functions.mask_mod), None)
     return None if part is None else part.call(saved, None, options, functions)
 
 
@@ -119,23 +119,32 @@ def _functions_of_part(functions: Functions, starts: Tensor) -> Functions:
     return Functions(parts[SCORE_FUNCTION], parts[MASK_FUNCTION], captured)
 
 
-def _parts(saved: Saved, most: int) -> Iterator[_Part]:
-    """Parts of at most about ``most`` scores each."""
+def _parts(saved: Saved, most: int, mask: BoundFunction | None) -> Iterator[_Part]:
+    """Parts of at most about ``most`` scores each, without those of which a mask is known to keep nothing."""
     (batch, heads_q, rows), (_, heads, keys) = saved.q.shape[:3], saved.k.shape[:3]
     if not (batch and heads_q and rows and keys):
         return
     group = heads_q // heads
     part_keys = min(keys, KEYS)
-    part_rows = min(rows, max(most // (part_keys * group) // PADDING, 1) * PADDING)
+    # Rather many heads than many rows, of which a mask may drop all.
+    part_rows = min(rows, ROWS, max(most // (part_keys * group) // PADDING, 1) * PADDING)
     part_heads = min(heads, max(most // (part_keys * part_rows * group), 1))
     part_batch = min(batch, max(most // (part_keys * part_rows * heads_q), 1)) if part_heads == heads else 1
+    each = part_keys * part_heads * group * part_batch
+    part_rows = min(rows, max(most // each // PADDING * PADDING, part_rows))
     sizes, steps = (batch, heads, rows, keys), (part_batch, part_heads, part_rows, part_keys)
     ranges = [range(0, size, step) for size, step in zip(sizes, steps, strict=True)]
     # Made on the device, so that nothing waits for it.
     firsts = [torch.arange(0, size, step, device=saved.q.device) for size, step in zip(sizes, steps, strict=True)]
     firsts[1] = firsts[1] * group
     starts = torch.cartesian_prod(*firsts).to(torch.int32)
+    kept = None if mask is None else kept_differences(mask, rows, keys)
     for number, begin in enumerate(product(*ranges)):
+        if kept is not None:
+            # Keys begin[3] ... and rows begin[2] ... differ by the first of these differences up to the last.
+            first, last = rows - min(begin[2] + part_rows, rows), rows - 1 - begin[2]
+            if kept[first + begin[3]] == kept[last + min(begin[3] + part_keys, keys)]:
+                continue
         of_batch, of_heads, of_rows, of_keys = (
             slice(x, min(x + step, size)) for x, step, size in zip(begin, steps, sizes, strict=True)
         )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
-from aule.ops.scores.functions.program import Graph, Node, ScoreFunction
+import numpy as np
+import numpy.typing as npt
+
+from aule.ops.scores.functions.evaluate import Evaluator
+from aule.ops.scores.functions.program import BoundFunction, Graph, Node, ScoreFunction
 
 STARTS = ("batch", "head", "query", "key")
 """What the elements of the array count that `part_of` adds."""
@@ -46,6 +50,28 @@ def spreads(function: ScoreFunction) -> tuple[Along, ...]:
         found.append(own if slope is None else _of_slope(*slope))
         slopes.append((0, 0) if slope is None and own == "none" else slope)
     return tuple(found)
+
+
+@functools.lru_cache(maxsize=16)
+def kept_differences(mask: BoundFunction, rows: int, keys: int) -> npt.NDArray[Any]:
+    """How many of the differences of key and row, from ``1 - rows`` on, a mask may keep before each and before the end.
+
+    Only conditions of the difference alone count, such as a causal mask or a window, if they are known on the host.
+    """
+    program, kept = mask.program, np.ones(max(rows + keys - 1, 0), np.bool_)
+    waiting, along = list(program.results), spreads(program)
+    while waiting:
+        node = waiting.pop()
+        if program.nodes[node].op == "and":
+            waiting += program.nodes[node].args
+        elif along[node] == "difference":
+            condition = Graph.of(program).finish([node])
+            if any(x.op in ("load", "batch", "head", "position") for x in condition.nodes):
+                continue
+            apart = np.arange(1 - rows, keys)
+            inputs = {"query": np.maximum(-apart, 0), "key": np.maximum(apart, 0)}
+            kept &= Evaluator(BoundFunction(condition, mask.numbers), []).results(inputs)[0]
+    return np.concatenate([[0], np.cumsum(kept)])
 
 
 def together(one: Along, other: Along) -> Along:
