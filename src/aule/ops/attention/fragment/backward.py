@@ -37,12 +37,12 @@ Body = Callable[[Value, tuple[Value, Value], Callable[[], None], Callable[[], No
 
 
 def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:
-    """Trace the kernel of dQ, or that of dK and dV."""
+    """Trace the kernel of dQ, that of dK and dV, or that of dS."""
     name = f"flash_attention_backward_{config.of}"
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, arithmetic="quick")
     if target.overlap:
         b.launch_await()
-    kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
+    kernel = (_Keys if config.of == "keys" else _Queries)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
@@ -235,7 +235,7 @@ class _Kernel(GradientKernel):
 
 
 class _Queries(_Kernel):
-    """dQ of a block of query rows."""
+    """dQ or dS of a block of query rows."""
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
@@ -252,9 +252,9 @@ class _Queries(_Kernel):
 
     def run(self) -> None:
         b, engine, shape, scores = self.b, self.engine, self.shape, self.scores
-        dQ = engine.tile(shape.rows, self.config.head_dim)
+        dQ = None if self.config.of == "scores" else engine.tile(shape.rows, self.config.head_dim)
         own_row = self.row0 + self.subgroup_row
-        rows = [own_row + dQ.row(r) for r in range(engine.rows_held)]
+        rows = [own_row + engine.row(r) for r in range(engine.rows_held)]
         numbers = [self.row_numbers(self.head, row) for row in rows]
         reach, width = scores.reach_of_rows(self.row0, shape.block_q), shape.block_kv
         first, last = reach.first // width, (reach.end + (width - 1)) // width
@@ -291,7 +291,13 @@ class _Queries(_Kernel):
             dP = self.scores_of(1, at[1])
             p = S.values()
             kept = self.kept(self.head, place, len(p), len(p[0]), "columns")
+            slope = slope if dQ is not None else None  # dS is the gradient of the modified scores
             ds = self.differentiate(p, dP.values(), lambda r, c: numbers[r][1], slope, kept)
+            if dQ is None:
+                fetch_next()
+                self.store_scores(ds, rows, number * width)
+                put_next()
+                return
             factors = self.packed(ds)
             fetch_next()
             b.comment("dQ = dQ + dS K")
@@ -299,8 +305,35 @@ class _Queries(_Kernel):
             put_next()
 
         self.pass_over((keys, values), (first, last), (body,), arrive, tiles=tiles)
-        out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
-        self.store(dQ, out, self.p.number("dq_factor", f32), 0)
+        if dQ is not None:
+            out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
+            self.store(dQ, out, self.p.number("dq_factor", f32), 0)
+
+    def store_scores(self, ds: list[list[Value]], rows: list[Value], key0: Value) -> None:
+        """Store dS of the rows and keys that exist. Rows of ``ds`` begin at multiples of a lane's run."""
+        b, engine, scores, run = self.b, self.engine, self.scores, self.engine.run
+        out, base = self.p.buffer("ds", f32, "write"), self.p.strided("ds", scores.batch, self.head)
+        step, seq_kv = self.p.number("ds_row_stride", self.index), scores.seq_kv
+        inverse = 1.0 / engine.excess  # P has it
+
+        def store(values: list[Value], start: Value, full: bool) -> None:
+            for c in range(0, len(values), run):
+                key = key0 + engine.col(c)
+                strip = [x * inverse if engine.excess > 1.0 else x for x in values[c : c + run]]
+                if full:
+                    b.store(out, start + b.cast(key, self.index), b.vector(strip) if run > 1 else strip[0])
+                    continue
+                for i, x in enumerate(strip):
+                    with b.if_(key + i < seq_kv):
+                        b.store(out, start + b.cast(key + i, self.index), x)
+
+        for row, values in zip(rows, ds, strict=True):
+            start = base + b.cast(row, self.index) * step
+            with b.if_(row < scores.seq_q):
+                with b.if_(key0 + self.shape.block_kv <= seq_kv):
+                    store(values, start, True)
+                with b.else_():
+                    store(values, start, False)
 
 
 class _Keys(_Kernel, KeysKernel):

@@ -54,7 +54,7 @@ def plan_backward(
     aligned_base: dict[str, bool] | None = None,
     shapes: tuple[Shape | None, Shape | None] | None = None,
 ) -> Plan:
-    """Plan the gradients of q, k and v on a GPU.
+    """Plan the gradients of q, k and v on a GPU, or of the scores alone if there is no view ``dq``.
 
     Parameters
     ----------
@@ -64,12 +64,15 @@ def plan_backward(
         gradient of what is added to the scores is stored there.
     aligned_base : dict, optional
         For q, k, v, o, do, mask, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
+        Rows of a ``ds`` that is alone begin at multiples of 8 elements.
     shapes : pair of SimtShape or FragmentShape, optional
         Tiles of dQ and of dK and dV, to use instead of the table's.
     """
     if math.prod(problem.out_shape[:3]) == 0 or problem.key_rows == 0:
         return Plan(())
     layout = Layout(views, aligned_base or {})
+    if "dq" not in views:
+        return _plan_scores(problem, layout, target, shapes and shapes[0])
     tiles = _choose_tiles(problem, layout, target, shapes or (None, None))
     draft = _Draft(problem, layout, target, tiles)
     draft.add_delta()
@@ -78,6 +81,16 @@ def plan_backward(
     draft.add_gradients("keys", tiles.keys)
     if tiles.clear:
         draft.add_rounding()
+    return Plan(tuple(draft.steps), draft.workspace, draft.scratch)
+
+
+def _plan_scores(problem: AttentionProblem, layout: Layout, target: Target, shape: Shape | None) -> Plan:
+    """Plan the gradients of what is added to the scores, without those of q, k and v."""
+    dims = problem.head_dim, problem.value_dim
+    shape = shape or _fragments(problem, target, "queries") or choose_backward_shape(target, max(dims), dims[:1])
+    draft = _Draft(problem, layout, target, _Tiles(shape, shape, 0, 0))
+    draft.add_delta()
+    draft.add_gradients("scores", shape)
     return Plan(tuple(draft.steps), draft.workspace, draft.scratch)
 
 
@@ -219,10 +232,10 @@ class _Draft:
         blocks = -(-self.rows * together // threads)
         self._add(config, build_delta, blocks, self.scalars | row_scalars(problem))
 
-    def add_gradients(self, of: Literal["queries", "keys"], shape: Shape) -> None:
-        """Add the step of dQ, or that of dK and dV, and the steps before it."""
+    def add_gradients(self, of: Literal["queries", "keys", "scores"], shape: Shape) -> None:
+        """Add the step of dQ, that of dK and dV, or that of dS, and the steps before it."""
         problem = self.problem
-        heads, length = (problem.heads_q, problem.seq_q) if of == "queries" else (problem.heads_kv, problem.seq_kv)
+        heads, length = (problem.heads_kv, problem.seq_kv) if of == "keys" else (problem.heads_q, problem.seq_q)
         each = -(-length // shape.block_q)
         blocks = each * problem.batch * heads
         on_units = isinstance(shape, FragmentShape)
@@ -236,7 +249,7 @@ class _Draft:
         if isinstance(shape, FragmentShape):
             self._add_on_units(kernel, shape, blocks)
         else:
-            config = BackwardConfig(**kernel.options, scores=of == "queries" and "ds" in self.layout.views)
+            config = BackwardConfig(**kernel.options, scores=of != "keys" and "ds" in self.layout.views)
             self._add(config, build_backward, blocks, kernel.scalars)
 
     def _add_on_units(self, kernel: _Kernel, shape: FragmentShape, blocks: int) -> None:
