@@ -62,8 +62,11 @@ class _Kernel(GradientKernel):
         self.strides = tuple(row_stride(width) for width in self.widths)
         rows, width = self.shape.block_q, self.shape.block_kv
         self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
-        self.other_start = rows * (self.strides[0] if self.shape.resident_q else sum(self.strides))
+        in_memory = 0 if self.shape.owns_in_registers else 1 if self.shape.resident_q else 2
+        self.other_start = rows * sum(self.strides[:in_memory])
         self.resident: tuple[list[list[Value]], list[list[Value]]] = ([], [])
+        # The first owned matrix as right factors, by row and column of blocks, if it is in no memory.
+        self.right_factors: list[list[Value]] = []
         self.stage_size = width * sum(self.strides)
         # dS and P, by key, where they pass through shared memory.
         self.scores_stride = row_stride(width)
@@ -87,6 +90,10 @@ class _Kernel(GradientKernel):
     def load_own(self) -> None:
         """Load the rows that the workgroup owns; the first barrier of the loop makes them visible."""
         b, (first, second) = self.b, self.own
+        if self.shape.owns_in_registers:
+            for which in range(2):
+                self._load_columns(which)
+            return
         transfer = self._bring(first, self.own_start[0], self.widths[0])
         if self.config.sums:
             transfer.rewrite_own(self.own_start[0], self.finite)
@@ -106,6 +113,24 @@ class _Kernel(GradientKernel):
         transfer.start(self.row0, start)
         transfer.finish(start)
         return transfer
+
+    def _load_columns(self, which: int) -> None:
+        """Load the subgroup's columns of an owned matrix into registers, through memory that later holds the others."""
+        b, engine, shape = self.b, self.engine, self.shape
+        assert shape.subgroups == shape.columns == shape.depth_parts, shape
+        start, stride, width = b.const(0, i32), self.strides[which], self.result_width(which)
+        transfer = self._bring(self.own[which], start, self.widths[which])
+        if which == 0 and self.config.sums:
+            transfer.rewrite_own(start, self.finite)
+        b.barrier()
+        at, rows = start + self._depth_start(which), range(0, shape.rows, engine.arrangement.height)
+        for col in range(0, width, SIZE):
+            self.resident[which].append([engine.load_left(self.memory, at, stride, row, col) for row in rows])
+        if which == 0 and self.config.sums:
+            cols = range(0, width, engine.arrangement.width)
+            for row in range(0, shape.rows, SIZE):
+                self.right_factors.append([engine.load_right(self.memory, at, stride, row, col) for col in cols])
+        b.barrier()  # everyone has read it: the memory is free again
 
     def _load_resident(self, matrix: Matrix, start: Value) -> None:
         """Load rows into registers, through memory that later holds the others; as many columns at a time as fit."""
@@ -484,29 +509,38 @@ class _Keys(_Kernel, KeysKernel):
             rows, cols = blocks // down, depth // across(down)
             return rows * cols, rows + cols, -down
 
-        down = min((n for n in range(1, min(blocks, shape.subgroups) + 1) if blocks % n == 0), key=cost)
+        # Subgroups with columns of K in registers have these columns of dQ.
+        most = 1 if shape.owns_in_registers else min(blocks, shape.subgroups)
+        down = min((n for n in range(1, most + 1) if blocks % n == 0), key=cost)
         part, block = divmod_const(b, self.engine.subgroup, down)
         rows, cols = blocks // down, depth // across(down)
         with b.if_(part < across(down)) if down * across(down) < shape.subgroups else nullcontext():
             pieces = -(-rows * cols // _BLOCKS_AT_ONCE) if wide else 1
             for i in range(pieces):
                 start, end = (cols * n // pieces for n in (i, i + 1))
-                self._add_blocks(
-                    head, row0, block * (rows * SIZE), part * (cols * SIZE) + start * SIZE, rows, end - start
-                )
+                self._add_blocks(head, row0, block * (rows * SIZE), part * (cols * SIZE), rows, (start, end))
 
-    def _add_blocks(self, head: Value, row0: Value, row: Value, col: Value, rows: int, cols: int) -> None:
-        """Add ``rows`` by ``cols`` blocks of 16 x 16 of the tile, from its ``row`` and ``col`` on."""
+    def _add_blocks(self, head: Value, row0: Value, row: Value, part: Value, rows: int, cols: tuple[int, int]) -> None:
+        """Add ``rows`` blocks of 16 x 16 of the tile, from its ``row`` on, in the columns of blocks ``cols`` of the
+        subgroup's, which begin at ``part``."""
         engine, arrangement = self.engine, self.engine.arrangement
+        col = part + cols[0] * SIZE
         ds_start, k_start = self.ds_start + row, self.own_start[0] + col
-        tile = engine.tile(rows * SIZE, cols * SIZE)
+        tile = engine.tile(rows * SIZE, (cols[1] - cols[0]) * SIZE)
+        first = cols[0] * SIZE // arrangement.width
+
+        def right(k: int, j: int) -> Value:
+            if self.right_factors:
+                return self.right_factors[k][first + j]
+            return engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * arrangement.width)
+
         engine.multiply(
             tile,
             lambda k: [
                 engine.load_left(self.memory, ds_start, self.scores_stride, i, k * SIZE, transposed=True)
                 for i in range(0, rows * SIZE, arrangement.height)
             ],
-            lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * arrangement.width),
+            right,
             self.shape.block_q // SIZE,
         )
         padding = self.shape.depth_parts > 1 and self.widths[0] > self.depths[0] * SIZE
