@@ -44,7 +44,8 @@ class GradientKernel(BackwardBlock):
         by_rows, by_cols = self.shape.score_cut
         self.score_rows, self.own_width = self.shape.rows // by_rows, self.shape.block_kv // by_cols
         self.score_row = engine.subgroup * self.score_rows if by_rows > 1 else self.subgroup_row
-        self.score_col = self.part * self.own_width if by_cols > 1 else b.const(0, i32)
+        cut, self.depth_part = divmod_const(b, self.part, self.shape.depth_parts)
+        self.score_col = cut * self.own_width if by_cols > 1 else b.const(0, i32)
         dims = config.head_dim, config.value_dim
         self.depths = tuple(padded(dim, SIZE) // SIZE for dim in dims)
         self.widths = tuple(self.shape.result_columns(dim) for dim in dims)
