@@ -125,7 +125,7 @@ def _choose_tiles(
     in_runs = layout.aligned(_INPUTS, RUN)
     copied = all(in_runs) if problem.rope is None else can_rotate_before(problem) and all(in_runs[2:])
     # Assembling rows in registers takes more of them than this kernel has; two launches list what a mask leaves.
-    if copied and (problem.mask is None or problem.scores >= tuning.number(target, _LISTED)):
+    if copied and (problem.mask is None or problem.scores >= tuning.number(target, _LISTED, keys=problem.seq_kv)):
         keys = keys or choose_backward_warpgroups(target, problem.dtype, *dims)
     if not (any(given) or scores):
         alone = keys or _fragments(problem, target, "sums")

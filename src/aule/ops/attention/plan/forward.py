@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -138,9 +139,10 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
         return rounded
     found: FragmentShape | None = None
     copied = all(in_runs) if problem.rope is None else can_rotate_before(problem) and in_runs[2]
-    if copied and (problem.mask is None or problem.scores >= tuning.number(target, _LISTED)):
+    if copied and (problem.mask is None or problem.scores >= tuning.number(target, _LISTED, keys=problem.seq_kv)):
         lengths = _unmodified_length(problem), problem.seq_kv
-        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), *lengths, _stays(problem))
+        rows = math.prod(problem.out_shape[:3]) if _stays(problem) else 0
+        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), *lengths, rows)
     if found is None and rotates_runs(problem):
         rotated = problem.rope is not None
         found = choose_fragments(target, problem.dtype, *dims, masked, not all(in_runs), rotated)
@@ -156,9 +158,9 @@ def _modifier(problem: AttentionProblem) -> Modifier:
 
 
 def _stays(problem: AttentionProblem) -> bool:
-    """Whether workgroups may stay for several blocks, as `forward_roles.stays` says of a configuration."""
-    added = problem.mask is not None or problem.bias is not None or problem.has_functions or problem.dropout_p > 0
-    return not added and problem.packed is None and problem.value_dim <= problem.head_dim
+    """Whether workgroups may stay for several blocks, as `forward_roles.stays` says of a configuration. Without
+    modifiers, since the kernel was timed without them."""
+    return problem.modifiers == 0 and problem.packed is None and problem.value_dim <= problem.head_dim
 
 
 def _unmodified_length(problem: AttentionProblem) -> int:

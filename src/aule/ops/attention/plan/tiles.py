@@ -52,17 +52,19 @@ def choose_shape(target: Target, head_dim: int, value_dim: int, dtype: str = "f3
 
 def choose_warpgroups(
     target: Target, dtype: str, head_dim: int, value_dim: int, modifier: Modifier = "nothing", length: int = 0,
-    keys: int = 1 << 30, stays: bool = False,
+    keys: int = 1 << 30, rows: int = 0,
 ) -> FragmentShape | None:  # fmt: skip
     """Tiles for products of warpgroups, whose factors are copied to shared memory as they are; None if the target has
     no such products. ``length`` is the number of rows and keys if every row attends to every key, and 0 otherwise;
-    ``keys`` the number of keys, if known. ``stays``: the shape may have copiers (`forward_roles.stays`)."""
+    ``keys`` the number of keys, if known; ``rows`` the number of query rows of all heads if workgroups may stay for
+    several blocks of them (`forward_roles.stays`), and 0 otherwise."""
     if not has_warpgroups(target, dtype) or not multiplies(target, dtype):
         return None
     facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "modifier": modifier, "length": length, "keys": keys}
 
     def fits(shape: FragmentShape) -> bool:
-        return shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes and (stays or not shape.copiers)
+        several = rows > shape.block_q * model.units(target)
+        return shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes and (several or not shape.copiers)
 
     return first_fitting(target, WARPGROUP, facts, fits)
 
