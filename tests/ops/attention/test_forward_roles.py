@@ -66,7 +66,8 @@ def test_tables_may_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = AttentionProblem(1, 64, 64, 2048, 2048, 128, 128, "bf16", 0.125, causal=True)
     for problem, chosen in (
         (plain, True),
-        (replace(plain, softcap=5.0), True),
+        (replace(plain, heads_q=2, heads_kv=2), False),
+        (replace(plain, softcap=5.0), False),
         (replace(plain, dropout_p=0.5), False),
         (replace(plain, value_dim=192), False),
     ):
