@@ -149,6 +149,9 @@ def test_names_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [os.path.basename(p) for p in runtime if ours in p] == ["amdhip64_7.dll", "amdhip64_6.dll"]
     assert [os.path.basename(p) for p in compiler if ours in p] == ["hiprtc0604.dll"]
     assert runtime[-4:] == ["amdhip64_7.dll", "amdhip64_6.dll", "amdhip64_5.dll", "amdhip64.dll"]
+    monkeypatch.delenv("HIP_PATH")
+    monkeypatch.setenv("PATH", os.pathsep.join(["", ours]))
+    assert _hip_library.candidates("hiprtc")[0] == os.path.join(ours, "hiprtc0604.dll"), "the loader cannot list names"
 
 
 @needs_compiler

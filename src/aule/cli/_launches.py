@@ -39,23 +39,24 @@ _MORE = {
 }
 """What an op does, for ``--list``."""
 
+_HEADS = frozenset({"seq_len", "head_dim", "heads"})
 OPS: tuple[str, ...] = (ATTENTION, DECODE, *CATALOGUE)
 """All ops that can be shown."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and options of the arrays; row operations have ``rows`` and ``columns``, all others the rest."""
+    """Sizes and options of the arrays; `sizes_of` says which ones an op has."""
 
     dtype: str
-    seq_len: int
-    head_dim: int
-    heads: int
-    kv_heads: int | None
-    causal: bool
-    tiles: tuple[int, int] | None
-    rows: int
-    columns: int
+    seq_len: int = 1024
+    head_dim: int = 64
+    heads: int = 1
+    kv_heads: int | None = None
+    causal: bool = False
+    tiles: tuple[int, int] | None = None
+    rows: int = 1024
+    columns: int = 4096
 
 
 def directions(op: str) -> tuple[str, ...]:
@@ -63,6 +64,17 @@ def directions(op: str) -> tuple[str, ...]:
     if op == ATTENTION or (op in CATALOGUE and CATALOGUE[op].gradient is not None):
         return ("forward", "backward")
     return ("forward",)
+
+
+def sizes_of(op: str) -> frozenset[str]:
+    """The fields of `Sizes` that an op has."""
+    if op == ATTENTION:
+        return _HEADS | {"kv_heads", "causal", "tiles"}
+    if op == DECODE:
+        return _HEADS | {"kv_heads"}
+    if "rope" in op:
+        return _HEADS
+    return frozenset({"rows", "columns"} | ({"causal"} if op == "softmax_dropout" else set()))
 
 
 def about(op: str) -> str:
