@@ -46,10 +46,14 @@ def differing(name: str) -> None:
         options = {"is_causal": True} if last else {}
     elif name == "gradients":
         options = {}
+    elif name in ("decoding", "values"):
+        function = distributed.decode_attention
+        options = {"window": "wide"} if last and name == "decoding" else {}
     elif name == "function":
         function = distributed.unshard if last else function
     x = torch.randn(1, 3, rows, 16, requires_grad=name == "gradients" and last)
-    found = function(x) if function is distributed.unshard else function(x, x, x, **options)
+    v = x[..., :8] if last and name == "values" else x
+    found = function(x) if function is distributed.unshard else function(x, x, v, **options)
     assert found is None, "no error"
 
 
@@ -59,6 +63,8 @@ EXPECTED = {
     "balance": r"same balance on every rank, got zigzag on rank 0, 1 and contiguous on rank 2",
     "invalid": r"window",
     "unknown": r"is_causal",
+    "decoding": r"window",
+    "values": r"same v on every rank, got 3 heads of 16, torch.float32 on rank 0, 1 and 3 heads of 8",
     "gradients": r"same gradients on every rank",
     "function": r"same call on every rank, got ring_attention on rank 0, 1 and unshard on rank 2",
 }

@@ -23,9 +23,10 @@ TIME_LIMIT = 60.0
 def _serve(rank: int, ranks: int, store: str, limit: float, pipe: Any, lock: Any) -> None:
     torch.set_num_threads(1)
     _compile_once(lock)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=limit)
-    )
+    opened = dist.FileStore(store, ranks)
+    opened.set(f"started {rank}", "")  # importing PyTorch takes a busy machine longer than the limit
+    opened.wait([f"started {r}" for r in range(ranks)], timedelta(seconds=2 * TIME_LIMIT))
+    dist.init_process_group("gloo", store=opened, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit))
     while True:
         try:
             task = pipe.recv()
@@ -92,7 +93,7 @@ class World:
         found: list[tuple[bool, Any]] = []
         for pipe in self._pipes:
             try:
-                alive = pipe.poll(2 * self._limit)
+                alive = pipe.poll(2 * max(self._limit, TIME_LIMIT))
                 found.append(pipe.recv() if alive else (False, (TimeoutError("no answer"), "")))
             except (EOFError, ConnectionError):
                 found.append((False, (EOFError("the process has ended"), "")))

@@ -121,15 +121,18 @@ def decode_attention(
     """
     op = "decode_attention"
     ring = ring_of(op, group)
-    rows = q if q.ndim == 4 else q[:, :, None]
-    call = _Decode(ring, rows, (k, v), causal, window_sides(op, window, causal), alibi_slopes, options)
+    call = _Decode(ring, alibi_slopes, options)
 
     def check() -> dict[str, object]:
-        call.check(context_lens)
-        facts = {"q": f"{list(q.shape)} of {q.dtype}", "causal": causal, "window": window, "sinks": sinks is not None}
-        return facts | {"alibi_slopes": alibi_slopes is not None, "return_lse": return_lse} | options
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            require_plain(x, name, op)
+        call.check(q, (k, v), context_lens, causal, window_sides(op, window, causal))
+        facts: dict[str, object] = {"call": op, "q": f"{list(q.shape)} of {q.dtype}", "causal": causal}
+        facts |= {name: f"{x.shape[1]} heads of {x.shape[3]}, {x.dtype}" for name, x in (("k", k), ("v", v))}
+        facts |= {"window": window, "sinks": sinks is not None, "alibi_slopes": alibi_slopes is not None}
+        return facts | {"return_lse": return_lse} | options
 
-    agree([ring], q.device, check)
+    agree([ring], q.device if isinstance(q, Tensor) else torch.device("cpu"), check)
     out, lse = _merged(ring, *call.run(), None if sinks is None else sinks[:, None])
     if q.ndim == 3:
         out, lse = out[:, :, 0], lse[:, :, 0]
@@ -137,27 +140,24 @@ def decode_attention(
 
 
 class _Decode:
-    """A call on this rank's keys."""
+    """A call on this rank's keys: `check` reads the arguments, and `run` computes it."""
 
-    def __init__(
+    def __init__(self, ring: Ring, slopes: Tensor | None, options: dict[str, Any]) -> None:
+        self.ring, self.slopes, self.options = ring, slopes, options
+
+    def check(
         self,
-        ring: Ring,
         q: Tensor,
         cache: tuple[Tensor, Tensor],
+        context_lens: Tensor | None,
         causal: bool,
         sides: tuple[int, int],
-        slopes: Tensor | None,
-        options: dict[str, Any],
     ) -> None:
-        self.ring, self.q, self.cache, self.slopes, self.options = ring, q, cache, slopes, options
+        """Check the arguments as `aule.decode_attention` does, by a call on no batches."""
         left, right = (None if side < 0 else side for side in sides)
         self.left, self.right = left, 0 if causal else right
-
-    def check(self, context_lens: Tensor | None) -> None:
-        """Check the arguments as `aule.decode_attention` does, by a call on no batches."""
-        q, (k, v) = self.q, self.cache
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            require_plain(x, name, self.ring.op)
+        self.q = q = q if q.ndim == 4 else q[:, :, None]
+        self.cache = k, v = cache
         if self.slopes is not None and self.right != 0 and q.shape[2] > 1:
             raise InvalidArgumentError(
                 f"[{self.ring.op}] expected causal=True for alibi_slopes and several tokens, got False; pass one token"
@@ -204,20 +204,27 @@ class _Decode:
         """One token of every sequence. A window leaves each its own number of keys, so sequences may need calls."""
         q, (k, v) = self.q[:, :, i], self.cache
         if self.left is None:
-            return self._call(q, k, v, seen, past, None)
+            return self._call(q, k, v, seen, past, None, self.slopes)
         found: list[tuple[Tensor, Tensor]] = []
         for left in (self.left - past).tolist():
             at = slice(len(found), len(found) + 1)
             count = seen[at] if left >= 0 else torch.zeros_like(seen[at])
-            found.append(self._call(q[at], k[at], v[at], count, past[at], max(left, 0)))
+            slopes = self.slopes if self.slopes is None or self.slopes.ndim == 1 else self.slopes[at]
+            found.append(self._call(q[at], k[at], v[at], count, past[at], max(left, 0), slopes))
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
     def _call(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, past: Tensor, left: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seen: Tensor,
+        past: Tensor,
+        left: int | None,
+        slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         window = None if left is None else (left, None)
         lens = seen.to(torch.int32).to(q.device)
-        slopes = self.slopes
         out, lse = decode_here(
             q,
             k,
