@@ -185,6 +185,18 @@ def several_times() -> Case:
     )
 
 
+def several_loads() -> Case:
+    """Elements by head, by row, by key, by the difference of both, and by both; factors of each kind."""
+    slopes, by_key, table = learned(HEADS), learned(HEADS, KEYS), learned(QUERIES + KEYS)
+    by_row, pairs, buckets = learned(BATCH, QUERIES), learned(6, 7), torch.arange(QUERIES + KEYS) // 5
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        s = s - slopes[h] * (2 * q - 2 * k).abs() + by_row[b, q] * by_key[h, k] + pairs[q // 6, k // 6]
+        return s * torch.sigmoid(table[k - q + QUERIES]) + table[buckets[q - k + KEYS]]
+
+    return Case(score_mod, None, (slopes, by_key, table, by_row, pairs))
+
+
 CASES = (
     sliding_alibi, prefix_softcap, document_relative, dilated_temperature, neighbourhood_2d, block_sparse_gate,
     tree_cosine, local_global_chained, negative_indices, integers, powers, branches, functions, several_times,

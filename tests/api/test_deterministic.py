@@ -33,7 +33,7 @@ def made(*shape: int, dtype: Any = np.float32) -> Any:
 def test_it_reaches_the_plan(dtype: Any) -> None:
     """Without it there is no kernel for dQ where a device has atomics: that of dK and dV adds it up, on matrix units
     or not."""
-    views = dict.fromkeys("qkv", grid.view_of(made(1, 2, 128, 64, dtype=dtype)))
+    views = dict.fromkeys("qkv", grid.view_of(made(1, 2, 256, 64, dtype=dtype)))
 
     def steps(**options: Any) -> list[str]:
         problem, operands = attention_problem(**views, return_lse=True, **options)

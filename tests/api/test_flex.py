@@ -22,6 +22,10 @@ from flex_cases import BATCH, CASES, HEADS, KEYS, QUERIES, Case, causal  # noqa:
 from torch.nn.attention import flex_attention as peer  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from aule.frontends.torch import attention  # noqa: E402
+from aule.frontends.torch.flex import calls, captured  # noqa: E402
+from aule.ops.scores.functions.program import BoundFunction, Graph  # noqa: E402
+
 DIM = 16
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error by type, of the largest element."""
@@ -288,6 +292,58 @@ def test_keys_of_one_batch_and_shared_heads() -> None:
     close(found, expected, torch.float32)
     for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (found, expected)), strict=True):
         close(a, b, torch.float32)
+
+
+@pytest.mark.parametrize("make", [flex_cases.document_relative, flex_cases.block_sparse_gate, flex_cases.several_loads])
+def test_gradients_of_captured_tensors_in_parts(make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of some rows, of some keys and of one head each; sums of diagonals of several blocks."""
+    devices.need("cpu")
+    case = make()
+    made: list[Any] = []
+    call = captured._Part.call
+    monkeypatch.setattr(captured._Part, "call", lambda part, *args: made.append(part) or call(part, *args))
+    monkeypatch.setattr(captured, "KEYS", 24)
+    monkeypatch.setattr(captured, "most_scores", lambda q, each: 24 * 16)
+    for module in (captured, calls):
+        monkeypatch.setattr(module, "PADDING", 8)
+    check(case)
+    assert len({(p.rows.start, p.keys.start, p.heads.start, p.batch.start) for p in made}) == len(made) == 24
+
+
+def window(size: int) -> BoundFunction:
+    """Keeps ``size`` keys up to the row's own, and of these such as a captured tensor says."""
+    g = Graph()
+    distance = g.binary("sub", g.input("query"), g.input("key"))
+    near = g.binary("and", g.compare("ge", distance, g.literal(0)), g.compare("lt", distance, g.literal(size)))
+    flag = g.load(g.array("bool", 1), [g.input("key")])
+    return BoundFunction(g.finish([g.binary("and", flag, near)]))
+
+
+def test_parts_of_long_sequences_take_little_memory() -> None:
+    q, k = (torch.empty(1, heads, 131072, 128, device="meta") for heads in (8, 2))
+    saved = attention.Saved(q, k, k, q, q[..., 0], q)
+    for mask, least, most in ((None, 1.0, 1.0), (window(1000), 1000 / 131072, 0.08)):
+        sizes = [
+            (p.heads.stop - p.heads.start) * 4 * (p.rows.stop - p.rows.start) * (p.keys.stop - p.keys.start)
+            for p in captured._parts(saved, 1 << 26, mask)
+        ]
+        assert max(sizes) <= 1 << 26 and least <= sum(sizes) / (8 * 131072**2) <= most
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(70, 90), (90, 70)])
+@pytest.mark.parametrize("size", [1, 20, 1000])
+def test_parts_hold_all_that_a_mask_keeps(rows: int, keys: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KEYS", "ROWS", "PADDING"):
+        monkeypatch.setattr(captured, name, 8)
+    q, k = (torch.empty(1, 1, n, 16) for n in (rows, keys))
+    held = torch.zeros(rows, keys, dtype=torch.bool)
+    for part in captured._parts(attention.Saved(q, k, k, q, q[..., 0], q), 64, window(size)):
+        assert part.starts.tolist() == [0, 0, part.rows.start, part.keys.start]
+        assert not held[part.rows, part.keys].any()
+        held[part.rows, part.keys] = True
+    apart = torch.arange(rows)[:, None] - torch.arange(keys)
+    kept = (apart >= 0) & (apart < size)
+    assert not (kept & ~held).any() and held.sum() <= kept.sum() + 8 * 2 * (rows + keys) * 2
 
 
 def test_captured_tensors_alone_have_gradients() -> None:

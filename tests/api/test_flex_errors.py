@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aule
@@ -66,6 +67,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda s, b, h, q, k: s + LEARNED[h, 8],
         rf"got index 8 into an axis of length 8 \(.*{HERE}; stay inside",
     ),
+    "an index from the end": (
+        lambda s, b, h, q, k: s + LEARNED[h, -9],
+        rf"got index -9 into an axis of length 8 \(.*{HERE}; stay inside of the captured array",
+    ),
+    "a head": (
+        lambda s, b, h, q, k: s + LEARNED[h + 1, k],
+        r"expected indices from -2 to 1 for axis 0 of a captured array of shape \[2, 8\], got 2 in batch 0, head 1; "
+        "capture an array with that element",
+    ),
     "a slice": (
         lambda s, b, h, q, k: s + LEARNED[h, :2],
         rf"got slice\(None, 2, None\) as an index \(.*{HERE}; index captured",
@@ -90,6 +100,49 @@ def test_refused_functions(name: str) -> None:
     score_mod, message = REFUSED[name]
     with pytest.raises(AuleError, match=rf"\[flex_attention\] .*{message}"):
         aule.flex_attention(*inputs(), score_mod)
+
+
+MASKS: dict[str, tuple[Any, str]] = {
+    "arguments": (
+        lambda b, h, q: q > 0,
+        r"expected mask_mod as a function of 4 arguments \(batch, head, query, key\), "
+        r"got \(b, h, q\) \(too many positional arguments\); give it these arguments",
+    ),
+    "an array": (
+        lambda b, h, q, k: LEARNED > 0,
+        r"expected mask_mod to return one number, got an array of shape \[2, 8\] "
+        rf"\(.*{HERE}; it is called for one score at a time: index captured arrays down to one number, and return the ",
+    ),
+    "a batch": (
+        lambda b, h, q, k: LEARNED[h, b * 8] > 0,
+        r"expected indices from -8 to 7 for axis 1 of a captured array of shape \[2, 8\], got 8 in batch 1, head 0; "
+        "capture an array with that element",
+    ),
+    "a device": (
+        lambda b, h, q, k: LEARNED.to("meta")[h, 0] > 0,
+        r"expected captured tensors on cpu like query, got meta; move it with \.to",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_refused_masks(name: str) -> None:
+    mask_mod, message = MASKS[name]
+    with pytest.raises(AuleError, match=rf"\[(flex_attention|create_block_mask)\] .*{message}"):
+        aule.flex_attention(*inputs(), None, aule.create_block_mask(mask_mod, None, None, QUERIES, KEYS))
+
+
+def test_elements_that_a_function_may_not_use_are_not_checked() -> None:
+    q, k, v = inputs()
+    chosen = aule.flex_attention(q, k, v, lambda s, b, h, q, k: torch.where(h < 1, LEARNED[h + 1, 0], s))
+    keys = aule.flex_attention(q, k, v, lambda s, b, h, q, k: s + LEARNED[h, k])  # of which a mask may drop some
+    assert torch.equal(chosen, torch.zeros_like(q)) and torch.equal(keys, chosen)
+
+
+def test_numpy_arrays_without_a_head_are_refused() -> None:
+    slopes = np.zeros(1, np.float32)
+    with pytest.raises(AuleError, match=r"axis 0 of a captured array of shape \[1\], got 1 in batch 0, head 1"):
+        aule.flex_attention(*(x.numpy() for x in inputs()), lambda s, b, h, q, k: s * slopes[h])
 
 
 def test_refused_calls() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from cases import Case, compare
+from cases import HEADS, Case, compare
 from world import World
 
 from aule.distributed import positions
@@ -37,7 +38,7 @@ PACKED = (0, 8, 8, 56, 80, 96)
 # Few sets of options, since each compiles its own kernels, but each with several ways and balances.
 PLAIN: dict[str, Any] = {"heads_kv": 2, "softcap": 3.0}
 ADDED: dict[str, Any] = {"causal": False, "window": (40, 8)}
-DROPPED: dict[str, Any] = {"dropout_p": 0.3, "seed": 5, "deterministic": True}
+DROPPED: dict[str, Any] = {"lengths": (384, 384), "dropout_p": 0.3, "seed": 5, "deterministic": True}
 COMBINED = [
     case("ring", "zigzag", "sinks", **PLAIN),
     case("ring", "striped", "sinks", lengths=(96, 192), **PLAIN),
@@ -47,8 +48,8 @@ COMBINED = [
     case("ulysses", "contiguous", "alibi", "row bias", heads_kv=1, **ADDED),
     case("ring", "contiguous", "rope", "mask", lengths=(192, 96), causal_align="top-left"),
     case("ulysses", "zigzag", "mask", "sinks"),
-    case("ring", "zigzag", lengths=(192, 192), **DROPPED),
-    case("mesh", "zigzag", lengths=(192, 192), **DROPPED),
+    case("ring", "zigzag", **DROPPED),
+    case("mesh", "zigzag", **DROPPED),
     case("ring", "zigzag", "rope", cu_seqlens=PACKED, batch=1),
     case("mesh", "contiguous", "sinks", cu_seqlens=PACKED, batch=1),
 ]
@@ -65,13 +66,11 @@ def check(world: World, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_equal_to_one_process(worlds: Callable[[int], World], ranks: int) -> None:
-    ours = [one for one in COMBINED if one.way == "ring"] if ranks % 2 else COMBINED
+    ours = COMBINED
     if not FULL:  # the worlds share the cases
         ours = COMBINED[::4] if ranks == 2 else COMBINED[1::2]
-    if ranks == 8:  # as many heads as ranks, and chunks of eight keys
-        ours = [Case(**{**vars(one), "heads": 8, "heads_kv": min(one.heads_kv * 2, 8)}) for one in ours]
-        ours = [one for one in ours if not dict(one.options).get("dropout_p") or one.way == "ulysses"]
-    check(worlds(ranks), ours)
+    heads = {3: 6, 8: 8}.get(ranks, HEADS)  # a multiple of the ranks
+    check(worlds(ranks), [replace(one, heads=heads, heads_kv=one.heads_kv * heads // HEADS) for one in ours])
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -92,7 +91,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def pairs(way: str, balance: str) -> list[Case]:
+def pairs(way: str, balance: str, heads: int) -> list[Case]:
     """All pairs of features that a call may have."""
     made = []
     for names in itertools.combinations_with_replacement(FEATURES, 2):
@@ -108,7 +107,7 @@ def pairs(way: str, balance: str) -> list[Case]:
             packed = "packed" in names and (balance == "striped" or fields.keys() & {"lengths"} or {*arrays} & _SCORES)
             stripes = balance == "striped" and "dropout" in names
             if not packed and not stripes and not {"bias", "row bias"} <= {*arrays}:
-                made.append(case(way, balance, *arrays, heads=8, **{"heads_kv": 8, **fields}))
+                made.append(case(way, balance, *arrays, heads=heads, **{"heads_kv": heads, **fields}))
     return made
 
 
@@ -117,9 +116,9 @@ _SCORES = {"bias", "row bias", "mask"}
 
 @pytest.mark.skipif(not FULL, reason="takes minutes; AULE_FULL_GRID=1 runs it")
 @pytest.mark.parametrize(("way", "balance"), WAYS)
-@pytest.mark.parametrize("ranks", (2, 4, 8))
+@pytest.mark.parametrize("ranks", (2, 3, 4, 8))
 def test_pairs_of_options(worlds: Callable[[int], World], way: str, balance: str, ranks: int) -> None:
-    check(worlds(ranks), pairs(way, balance))
+    check(worlds(ranks), pairs(way, balance, 6 if ranks == 3 else 8))
 
 
 def test_half_precision_is_as_exact_as_in_one_process(worlds: Callable[[int], World]) -> None:

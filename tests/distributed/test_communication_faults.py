@@ -16,9 +16,11 @@ import torch.distributed as dist
 from world import World
 
 import aule.distributed as distributed
+from aule.distributed import compute
 from aule.errors import AuleError, CommunicationError
 
 RANKS, LIMIT = 3, 6.0
+FULL = os.environ.get("AULE_FULL_GRID") == "1"
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +48,27 @@ def differing(name: str) -> None:
         options = {"is_causal": True} if last else {}
     elif name == "gradients":
         options = {}
-    elif name in ("decoding", "values"):
-        function = distributed.decode_attention
-        options = {"window": "wide"} if last and name == "decoding" else {}
     elif name == "function":
-        function = distributed.unshard if last else function
-    x = torch.randn(1, 3, rows, 16, requires_grad=name == "gradients" and last)
-    v = x[..., :8] if last and name == "values" else x
-    found = function(x) if function is distributed.unshard else function(x, x, v, **options)
+        function, options = (distributed.unshard, {}) if last else (function, options)
+    elif name.startswith("ulysses"):
+        function = distributed.ulysses_attention
+        options = {"scale": 0.5 if last else 0.25} if name == "ulysses" else {"causal": not last}
+    elif name.startswith("decoding"):
+        function, options = distributed.decode_attention, {}
+        if last:
+            options = {
+                "decoding": {"softcap": 2.0}, "decoding window": {"window": "wide"},
+                "decoding sinks": {"sinks": torch.zeros(2)}, "decoding slopes": {"alibi_slopes": torch.zeros(5)},
+            }.get(name, {})  # fmt: skip
+    elif name.startswith("unshard"):
+        function = distributed.unshard
+        rows = 10 if last and name == "unshard" else 8
+        options = {"dim": 4 if last and name == "unshard axis" else 2}
+    x: Any = torch.randn(1, 3, rows, 16, requires_grad=name == "gradients" and last)
+    y = x[..., :8] if last and name == "decoding values" else x
+    if last and name.endswith("type"):
+        x = [1.0, 2.0]
+    found = function(x, **options) if function is distributed.unshard else function(x, x, y, **options)
     assert found is None, "no error"
 
 
@@ -63,10 +78,20 @@ EXPECTED = {
     "balance": r"same balance on every rank, got zigzag on rank 0, 1 and contiguous on rank 2",
     "invalid": r"window",
     "unknown": r"is_causal",
-    "decoding": r"window",
-    "values": r"same v on every rank, got 3 heads of 16, torch.float32 on rank 0, 1 and 3 heads of 8",
     "gradients": r"same gradients on every rank",
     "function": r"same call on every rank, got ring_attention on rank 0, 1 and unshard on rank 2",
+    "type": r"expected q to be a torch tensor.* got list",
+    "ulysses": r"same scale on every rank, got 0.25 on rank 0, 1 and 0.5 on rank 2",
+    "ulysses mask": r"same causal on every rank, got True on rank 0, 1 and False on rank 2",
+    "decoding": r"same .* on every rank",
+    "decoding window": r"window",
+    "decoding values": r"same heads and dims of v on every rank, got 3, 16 .* and 3, 8 of torch.float32 on rank 2",
+    "decoding sinks": r"expected sinks \[3\], got \[2\]",
+    "decoding slopes": r"alibi_slopes",
+    "decoding type": r"expected q to be a torch tensor.* got list",
+    "unshard": r"same shape on every rank, got \[1, 3, 8, 16\] on rank 0, 1 and \[1, 3, 10, 16\] on rank 2",
+    "unshard axis": r"expected dim as an axis of x \[1, 3, 8, 16\], got 4",
+    "unshard type": r"expected x to be a torch tensor.* got list",
 }
 
 
@@ -142,17 +167,24 @@ def test_a_rank_outside_of_the_group_is_told(world: World) -> None:
 
 
 def missing(kind: str) -> None:
-    """The last rank does not call, or dies."""
-    x = torch.randn(1, 2, 8, 16, requires_grad=True)
-    out = distributed.ring_attention(x, x, x) if kind != "late" else None
-    if dist.get_rank() == RANKS - 1:
-        if kind == "late":
-            raise AuleError("FINE", "[test] does not call")
+    """The last rank does not call, calls on another group, or dies."""
+    x = torch.randn(1, 3, 8, 16, requires_grad=True)
+    last = dist.get_rank() == RANKS - 1
+    function: Any = distributed.ulysses_attention if "Ulysses" in kind else distributed.ring_attention
+    group = None
+    if kind == "other group":
+        pair = dist.new_group([0, 1])
+        group = None if last else pair
+    elif last and kind == "late":
+        raise AuleError("FINE", "[test] does not call")
+    elif last and "while" in kind:
+        compute.forward = lambda *args: os._exit(1)
+    out = function(x, x, x, group=group)
+    if kind == "other group":
+        raise AuleError("FINE", "[test] members are served")
+    if last and "between" in kind:
         os._exit(1)
-    if out is not None:
-        out.sum().backward()
-    else:
-        distributed.ring_attention(x, x, x)
+    out.sum().backward()
 
 
 def test_a_rank_that_does_not_call_is_noticed(world: World) -> None:
@@ -162,11 +194,23 @@ def test_a_rank_that_does_not_call_is_noticed(world: World) -> None:
     assert time.monotonic() - start < 3 * LIMIT
 
 
-def test_a_rank_that_dies_is_noticed() -> None:
+KINDS = (
+    "dies between forward and backward",
+    "dies while others compute",
+    "dies while others compute for Ulysses",
+    "dies between forward and backward of Ulysses",
+    "other group",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS if FULL else KINDS[:1])
+def test_a_rank_that_dies_is_noticed(kind: str) -> None:
     own = World(RANKS, LIMIT)
     own.run(dist.get_rank)
     start = time.monotonic()
-    *others, _ = own.errors(missing, "dies between forward and backward")
-    assert all(isinstance(error, CommunicationError) and "3 ranks" in str(error) for error in others), others
+    *others, third = own.errors(missing, kind)
+    lost = [third] if kind == "other group" else others
+    assert all(isinstance(error, CommunicationError) and "3 ranks" in str(error) for error in lost), (others, third)
+    assert kind != "other group" or all("members are served" in str(error) for error in others), others
     assert time.monotonic() - start < 3 * LIMIT
     own.close()

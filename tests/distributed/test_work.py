@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ import aule.distributed as distributed
 from aule.distributed import compute
 from aule.distributed.group import Messages
 
+FULL = os.environ.get("AULE_FULL_GRID") == "1"
 BATCH, HEADS, ROWS, DIM, VALUE_DIM = 1, 4, 64, 16, 24
+MEMORY_HEADS, MEMORY_ROWS = 8, 1024
 
 
 def tensors(heads_kv: int = HEADS) -> tuple[torch.Tensor, ...]:
@@ -112,27 +115,94 @@ def test_the_next_hop_is_sent_before_this_one_is_computed(worlds: Callable[[int]
             assert before.count("wait") == max(2 * number - 1, 0)  # those of earlier hops only
 
 
-def memory() -> int:
-    """The largest number of elements that a rank holds in one tensor while it computes."""
-    sizes = []
-    original = torch.Tensor.new_empty
+def clocked(work: float, delay: float) -> tuple[float, float]:
+    """What a forward and a backward pass would take, by a clock that calls move on by ``work`` and that messages,
+    which arrive ``delay`` after they are started, hold up where they are waited for."""
+    now, taken = 0.0, []
+    arrival: dict[Messages, float] = {}
+    originals = Messages.start, Messages._finish, compute.forward, compute.backward
 
-    def watched(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made = original(self, *args, **kwargs)
-        sizes.append(made.numel())
-        return made
+    def start(self: Messages) -> None:
+        if self._ops:
+            arrival[self] = now + delay
+        originals[0](self)
 
-    torch.Tensor.new_empty = watched  # type: ignore[method-assign]
+    def finish(self: Messages) -> None:
+        nonlocal now
+        originals[1](self)
+        now = max(now, arrival[self])
+
+    def computing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            now += work
+            return function(*args, **kwargs)
+
+        return call
+
+    places = (Messages, "start"), (Messages, "_finish"), (compute, "forward"), (compute, "backward")
+    for (place, name), new in zip(places, (start, finish, *map(computing, originals[2:])), strict=True):
+        setattr(place, name, new)
     try:
-        whole = 512
-        shapes = [(1, 2, whole // dist.get_world_size(), dim) for dim in (DIM, DIM, VALUE_DIM)]
-        given = [torch.randn(shape) for shape in shapes]
-        distributed.ring_attention(*given)
+        out = distributed.ring_attention(*tensors(), causal=False)
+        taken.append(now)
+        out.sum().backward()
+        taken.append(now - taken[0])
     finally:
-        torch.Tensor.new_empty = original  # type: ignore[method-assign]
-    return max(sizes)
+        for (place, name), old in zip(places, originals, strict=True):
+            setattr(place, name, old)
+    return taken[0], taken[1]
 
 
-def test_buffers_shrink_with_the_number_of_ranks(worlds: Callable[[int], World]) -> None:
-    two, four = (max(worlds(ranks).run(memory)) for ranks in (2, 4))
-    assert two == 2 * four == 2 * 256 * VALUE_DIM
+@pytest.mark.parametrize(("work", "delay"), ((3.0, 2.0), (3.0, 3.0), (2.0, 5.0)))
+def test_a_step_takes_the_longer_of_computing_and_sending(
+    worlds: Callable[[int], World], work: float, delay: float
+) -> None:
+    hops, longer = 4, max(work, delay)
+    for forward, backward in worlds(hops).run(clocked, work, delay):
+        assert forward == (hops - 1) * longer + work  # and not hops * work + (hops - 1) * delay
+        # The first keys arrive while the first hop is computed, and the last gradients go home after the last one.
+        assert hops * work + delay <= backward <= hops * longer + delay
+
+
+def memory(function: str) -> list[int]:
+    """The most bytes that a forward and a backward pass hold at a time beyond their arguments."""
+    rows = MEMORY_ROWS // dist.get_world_size()
+    shapes = [(1, MEMORY_HEADS, rows, dim) for dim in (DIM, DIM, VALUE_DIM)]
+    given = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    dout = torch.randn(shapes[-1])
+    attention = getattr(distributed, function)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as watched:
+        out = attention(*given, causal=False)
+        before = torch.empty(1 << 20, dtype=torch.uint8)  # marks the end of the forward pass
+        del before
+        torch.autograd.grad(out, given, dout)
+    held, most = 0, [0]
+    for event in sorted(watched.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            if event.nbytes() == 1 << 20:
+                most.append(0)
+            elif event.nbytes() != -(1 << 20):
+                held += event.nbytes()
+                most[-1] = max(most[-1], held)
+    return most
+
+
+KEYS, RESULT = DIM + VALUE_DIM, VALUE_DIM + 1
+# Numbers for each of a rank's rows and heads. A ring holds its sums, a hop's result and keys and values of two ranks;
+# backward the result, gradients of this rank, of a hop and of a call, keys and values of two ranks, and gradients that
+# arrive, go on and go home. Ulysses holds arguments and result as sent and as received; backward their gradients, too.
+LIMITS = {
+    "ring_attention": (2 * RESULT + 2 * KEYS + 16, RESULT + 2 * (DIM + KEYS) + 6 * KEYS),
+    "ulysses_attention": (2 * (DIM + KEYS) + RESULT, 5 * (DIM + KEYS) + RESULT),
+}
+
+
+@pytest.mark.parametrize("function", LIMITS)
+def test_memory_falls_with_the_number_of_ranks(worlds: Callable[[int], World], function: str) -> None:
+    held = {}
+    for ranks in (2, 4, 8) if FULL else (2, 4):
+        most = worlds(ranks).run(memory, function)
+        held[ranks] = [max(own[i] for own in most) / (4 * MEMORY_HEADS * MEMORY_ROWS // ranks) for i in (0, 1)]
+        assert all(VALUE_DIM <= x <= limit for x, limit in zip(held[ranks], LIMITS[function], strict=True)), held
+    assert not FULL or all(y <= 1.05 * x for x, y in zip(held[4], held[8], strict=True)), held

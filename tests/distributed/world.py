@@ -18,15 +18,17 @@ from aule.distributed import compute, decode
 
 TIME_LIMIT = 60.0
 """Seconds after which a group gives up."""
+PATIENCE = 120.0
+"""Seconds in which all processes must have started, which takes longest on a busy machine."""
 
 
-def _serve(rank: int, ranks: int, store: str, limit: float, pipe: Any, lock: Any) -> None:
+def _serve(rank: int, ranks: int, store: str, limit: float, pipe: Any, lock: Any, started: Any) -> None:
     torch.set_num_threads(1)
     _compile_once(lock)
-    opened = dist.FileStore(store, ranks)
-    opened.set(f"started {rank}", "")  # importing PyTorch takes a busy machine longer than the limit
-    opened.wait([f"started {r}" for r in range(ranks)], timedelta(seconds=2 * TIME_LIMIT))
-    dist.init_process_group("gloo", store=opened, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit))
+    started.wait(PATIENCE)  # the group's time limit begins when all are here
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=limit)
+    )
     while True:
         try:
             task = pipe.recv()
@@ -78,9 +80,11 @@ class World:
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name, "store"))
         self._processes, self._pipes, self._lock = [], [], context.Lock()
+        self._started, self._patience = context.Barrier(ranks), PATIENCE  # processes need the barrier while they start
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, store, limit, theirs, self._lock), daemon=True)
+            shared = ranks, store, limit, theirs, self._lock, self._started
+            process = context.Process(target=_serve, args=(rank, *shared), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -93,10 +97,11 @@ class World:
         found: list[tuple[bool, Any]] = []
         for pipe in self._pipes:
             try:
-                alive = pipe.poll(2 * max(self._limit, TIME_LIMIT))
+                alive = pipe.poll(self._patience + 2 * self._limit)
                 found.append(pipe.recv() if alive else (False, (TimeoutError("no answer"), "")))
             except (EOFError, ConnectionError):
                 found.append((False, (EOFError("the process has ended"), "")))
+        self._patience = 0.0
         return found
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aule.api.decode import decode_attention as decode_here
 from aule.distributed import counting
-from aule.distributed.group import Ring, agree, guarded, ring_of
+from aule.distributed.group import Ring, agree, device_of, guarded, ring_of
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.checks import require_plain
 from aule.frontends.torch.views import work_dtype
@@ -53,9 +53,10 @@ def merge_states(out: Tensor, lse: Tensor, *, group: Any = None, sinks: Tensor |
                 f"[{op}] expected lse of the shape of out without its last axis, got {list(lse.shape)} for "
                 f"{list(out.shape)}; pass both as return_lse=True gives them"
             )
-        return {"call": op, "shape": list(out.shape), "dtype": out.dtype, "sinks": sinks is not None}
+        logits = None if sinks is None else list(sinks.shape)
+        return {"call": op, "shape": list(out.shape), "dtype": out.dtype, "sinks": logits}
 
-    agree([ring], out.device, check)
+    agree([ring], device_of(out), check)
     return _merged(ring, out, lse, sinks)
 
 
@@ -121,18 +122,23 @@ def decode_attention(
     """
     op = "decode_attention"
     ring = ring_of(op, group)
-    call = _Decode(ring, alibi_slopes, options)
+    call = _Decode(ring, q, (k, v), alibi_slopes, options)
 
     def check() -> dict[str, object]:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            require_plain(x, name, op)
-        call.check(q, (k, v), context_lens, causal, window_sides(op, window, causal))
-        facts: dict[str, object] = {"call": op, "q": f"{list(q.shape)} of {q.dtype}", "causal": causal}
-        facts |= {name: f"{x.shape[1]} heads of {x.shape[3]}, {x.dtype}" for name, x in (("k", k), ("v", v))}
-        facts |= {"window": window, "sinks": sinks is not None, "alibi_slopes": alibi_slopes is not None}
-        return facts | {"return_lse": return_lse} | options
+        call.check(context_lens, causal, window)
+        if sinks is not None:
+            require_plain(sinks, "sinks", op)
+            if sinks.shape != q.shape[1:2]:
+                raise InvalidShapeError(
+                    f"[{op}] expected sinks [{q.shape[1]}], got {list(sinks.shape)}; give one logit for each query head"
+                )
+        facts: dict[str, object] = {"call": op, "q": f"{list(q.shape)} of {q.dtype}"}
+        for name, x in (("heads and dims of k", k), ("heads and dims of v", v)):
+            facts[name] = f"{x.shape[1]}, {x.shape[3]} of {x.dtype}"
+        facts |= {"causal": causal, "window": window, "sinks": sinks is not None, "return_lse": return_lse}
+        return facts | {"alibi_slopes": alibi_slopes is not None} | options
 
-    agree([ring], q.device if isinstance(q, Tensor) else torch.device("cpu"), check)
+    agree([ring], device_of(q), check)
     out, lse = _merged(ring, *call.run(), None if sinks is None else sinks[:, None])
     if q.ndim == 3:
         out, lse = out[:, :, 0], lse[:, :, 0]
@@ -140,24 +146,28 @@ def decode_attention(
 
 
 class _Decode:
-    """A call on this rank's keys: `check` reads the arguments, and `run` computes it."""
+    """A call on this rank's keys."""
 
-    def __init__(self, ring: Ring, slopes: Tensor | None, options: dict[str, Any]) -> None:
-        self.ring, self.slopes, self.options = ring, slopes, options
-
-    def check(
+    def __init__(
         self,
+        ring: Ring,
         q: Tensor,
         cache: tuple[Tensor, Tensor],
-        context_lens: Tensor | None,
-        causal: bool,
-        sides: tuple[int, int],
+        slopes: Tensor | None,
+        options: dict[str, Any],
     ) -> None:
+        self.ring, self.q, self.cache, self.slopes, self.options = ring, q, cache, slopes, options
+
+    def check(self, context_lens: Tensor | None, causal: bool, window: Any) -> None:
         """Check the arguments as `aule.decode_attention` does, by a call on no batches."""
-        left, right = (None if side < 0 else side for side in sides)
+        op, (k, v) = self.ring.op, self.cache
+        for name, x in (("q", self.q), ("k", k), ("v", v)):
+            require_plain(x, name, op)
+        left, right = (None if side < 0 else side for side in window_sides(op, window, causal))
         self.left, self.right = left, 0 if causal else right
-        self.q = q = q if q.ndim == 4 else q[:, :, None]
-        self.cache = k, v = cache
+        if self.q.ndim == 3:
+            self.q = self.q[:, :, None]
+        q = self.q
         if self.slopes is not None and self.right != 0 and q.shape[2] > 1:
             raise InvalidArgumentError(
                 f"[{self.ring.op}] expected causal=True for alibi_slopes and several tokens, got False; pass one token"
@@ -170,7 +180,9 @@ class _Decode:
                 f"[{self.ring.op}] expected context_lens [{len(q)}] and a cache of as many sequences, got "
                 f"{list(self.lens.shape)} and {len(k)}; give one length for each sequence of q"
             )
-        decode_here(q[:0], k[:0], v[:0], context_lens=context_lens[:0].to(torch.int32), **self.options)
+        none = context_lens[:0].to(torch.int32)
+        slopes = self._slopes(slice(0))
+        decode_here(q[:0], k[:0], v[:0], context_lens=none, alibi_slopes=slopes, **self.options)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The output and log-sum-exp over this rank's keys."""
@@ -209,9 +221,14 @@ class _Decode:
         for left in (self.left - past).tolist():
             at = slice(len(found), len(found) + 1)
             count = seen[at] if left >= 0 else torch.zeros_like(seen[at])
-            slopes = self.slopes if self.slopes is None or self.slopes.ndim == 1 else self.slopes[at]
-            found.append(self._call(q[at], k[at], v[at], count, past[at], max(left, 0), slopes))
+            found.append(self._call(q[at], k[at], v[at], count, past[at], max(left, 0), self._slopes(at)))
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+
+    def _slopes(self, batches: slice) -> Tensor | None:
+        """The slopes of some sequences, where each has its own."""
+        slopes = self.slopes
+        own = slopes is not None and slopes.ndim == 2 and len(slopes) == len(self.q)
+        return slopes[batches] if slopes is not None and own else slopes
 
     def _call(
         self,

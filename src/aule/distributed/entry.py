@@ -14,7 +14,7 @@ from aule.api.row_ops import rope as rotate
 from aule.api.types import AttentionKeywords
 from aule.distributed import dtensor
 from aule.distributed.compute import Job
-from aule.distributed.group import Ring, agree, alone, mesh_rings, ring_of
+from aule.distributed.group import Ring, agree, alone, device_of, mesh_rings, ring_of
 from aule.distributed.positions import Positions, check_balance, check_length, order
 from aule.distributed.ring import RingAttention, attend
 from aule.distributed.schedule import schedule
@@ -182,8 +182,7 @@ def _attention(
 ) -> Any:
     call = _Call(op, tensors, rings, balance, cu_seqlens)
     drawn = int(torch.randint(2**63 - 1, (1,), dtype=torch.int64)) if options.get("dropout_p") else None
-    device = tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
-    seed = agree(rings[::-1], device, lambda: call.check(options), drawn)
+    seed = agree(rings[::-1], device_of(tensors[0]), lambda: call.check(options), drawn)
     return call.run(seed)
 
 

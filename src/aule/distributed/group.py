@@ -132,6 +132,11 @@ class Messages:
 # -- agreement ---------------------------------------------------------------------------------------------------------
 
 
+def device_of(x: object) -> torch.device:
+    """The device for messages about a call whose first argument is ``x``, which may be anything."""
+    return x.device if isinstance(x, Tensor) else torch.device("cpu")
+
+
 def agree(
     rings: Sequence[Ring], device: torch.device, check: Callable[[], dict[str, object]], seed: int | None = None
 ) -> int | None:
@@ -151,10 +156,11 @@ def agree(
     int or None
         The first rank's seed.
     """
-    error, facts = None, {}
+    error: Exception | None = None
+    facts: dict[str, str] = {}
     try:
         facts = {name: str(x) for name, x in check().items()}
-    except (AuleError, TypeError, ValueError) as caught:
+    except Exception as caught:  # of any kind: the others must not wait for this rank
         error, facts = caught, {"error": str(caught)}
     rings = [ring for ring in rings if ring.ranks > 1]
     text = repr(sorted(facts.items())).encode()

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aule.distributed import counting
-from aule.distributed.group import Ring, agree, guarded, mesh_rings
+from aule.distributed.group import Ring, agree, device_of, guarded, mesh_rings
 from aule.distributed.positions import Numbers, check_balance, check_length, order, rows
-from aule.errors import InvalidShapeError
+from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.checks import require_plain
 
 __all__ = ["shard", "shard_positions", "unshard"]
@@ -48,6 +48,7 @@ def shard(x: Tensor, *, group: Any = None, dim: int = -2, balance: str = "zigzag
     ring, across = mesh_rings(op, group)
     check_balance(op, balance)
     require_plain(x, "x", op, "x")
+    _check_dim(op, x, dim)
     ranks, length = ring.ranks * across.ranks, x.shape[dim]
     if length % ranks:
         raise InvalidShapeError(
@@ -55,6 +56,13 @@ def shard(x: Tensor, *, group: Any = None, dim: int = -2, balance: str = "zigzag
         )
     check_length(op, "x", length // ring.ranks, ring.ranks, balance)
     return x.index_select(dim, torch.from_numpy(held_rows(ring, across, balance, length // ranks)).to(x.device))
+
+
+def _check_dim(op: str, x: Tensor, dim: int) -> None:
+    if not -x.ndim <= dim < x.ndim:
+        raise InvalidArgumentError(
+            f"[{op}] expected dim as an axis of x {list(x.shape)}, got {dim}; pass the axis of rows"
+        )
 
 
 def shard_positions(length: int, *, group: Any = None, balance: str = "zigzag", device: Any = None) -> Tensor:
@@ -126,9 +134,10 @@ def unshard(x: Tensor, *, group: Any = None, dim: int = -2, balance: str = "zigz
     def check() -> dict[str, object]:
         check_balance(op, balance)
         require_plain(x, "x", op, "x")
+        _check_dim(op, x, dim)
         return {"call": op, "shape": list(x.shape), "dtype": x.dtype, "dim": dim, "balance": balance}
 
-    agree(rings[::-1], x.device, check)
+    agree(rings[::-1], device_of(x), check)
     at = dim % x.ndim
     found: Tensor = _Gather.apply(x, rings, at)
     if balance == "contiguous":

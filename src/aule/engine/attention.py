@@ -175,6 +175,25 @@ def _forward_on_numpy(problem: AttentionProblem, operands: Operands, out: Array,
         numpy_forward.forward(one.problem, one.operands, out[:, :, one.rows], own, one.number)
 
 
+def scores_on_host(
+    problem: AttentionProblem,
+    operands: Operands,
+    device: Device,
+    out: Array,
+    lse: Array,
+    dout: TensorView,
+    ds: Array,
+    dlse: TensorView | None = None,
+) -> None:
+    """Compute the gradient of what is added to the scores alone, on host arrays.
+
+    Parameters are as for `backward_on_host`; rows of ``ds`` may be longer, of a multiple of 8 elements.
+    """
+    if out.size and operands.k.shape[2]:
+        work = "f64" if problem.dtype == "f64" else "f32"
+        _backward_on_host(problem, operands, device, out, lse, dout, dlse, {"ds": host_view(work, ds)})
+
+
 def backward_on_host(
     problem: AttentionProblem,
     operands: Operands,
@@ -205,15 +224,29 @@ def backward_on_host(
         for array in grads:
             array.fill(0)
     else:
-        inputs = attention_views(operands, host_view(dtype, out)) | {"do": dout, "lse": host_view(work, lse)}
-        if dlse is not None:
-            inputs["dlse"] = dlse
         outputs = {name: host_view(dtype, array) for name, array in zip(("dq", "dk", "dv"), grads, strict=True)}
         if ds is not None:
             outputs["ds"] = host_view(work, ds)
-
-        def prepared(views: dict[str, TensorView]) -> PreparedCall:
-            return prepare_backward(problem, host.without_lse(views), device)
-
-        host.compute(_OP, device, inputs, outputs, prepared, uploaded=("ds",))
+        _backward_on_host(problem, operands, device, out, lse, dout, dlse, outputs)
     return grads[0], grads[1], grads[2]
+
+
+def _backward_on_host(
+    problem: AttentionProblem,
+    operands: Operands,
+    device: Device,
+    out: Array,
+    lse: Array,
+    dout: TensorView,
+    dlse: TensorView | None,
+    outputs: dict[str, TensorView],
+) -> None:
+    work = "f64" if problem.dtype == "f64" else "f32"
+    inputs = attention_views(operands, host_view(problem.dtype, out)) | {"do": dout, "lse": host_view(work, lse)}
+    if dlse is not None:
+        inputs["dlse"] = dlse
+
+    def prepared(views: dict[str, TensorView]) -> PreparedCall:
+        return prepare_backward(problem, host.without_lse(views), device)
+
+    host.compute(_OP, device, inputs, outputs, prepared, uploaded=("ds",))

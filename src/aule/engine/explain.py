@@ -76,7 +76,8 @@ class Explanation:
     workspace_bytes, scratch_bytes : int
         Memory for results between launches, and for counters.
     backward : Explanation or None
-        The plan of the gradients, if the call records them.
+        The plan of the gradients, if the call records them. That of gradients has one where a score function captured
+        tensors that have gradients: the plan of a part of the scores, of which there may be several.
     """
 
     op: str

@@ -24,6 +24,7 @@ from aule.ops.decode.validate import DecodeOperands
 from aule.ops.scores.functions import trace as tracing
 from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
 from aule.ops.scores.functions.evaluate import Evaluator
+from aule.ops.scores.functions.indices import check_indices
 from aule.ops.scores.functions.program import BoundFunction
 
 Array = npt.NDArray[Any]
@@ -133,6 +134,7 @@ def bound(
         for i, x in enumerate(found[name][1] if name in found else ())
     }
     score_mod, mask_mod = (found[name][0] if name in found else None for name in ("score_mod", "mask_mod"))
+    check_indices({SCORE_FUNCTION: score_mod, MASK_FUNCTION: mask_mod}, views, problem.batch, problem.heads_q, op)
     return replace(problem, score_mod=score_mod, mask_mod=mask_mod), replace(operands, captured=views)
 
 

@@ -43,8 +43,12 @@ def run(
     shape: Any,
     index64: bool = False,
     target: Target = TARGET,
+    scores: tuple[int, ...] | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """Gradients by the interpreter, on copies packed as the engine packs them, and the gradient they start from."""
+    """Gradients by the interpreter, on copies packed as the engine packs them, and the gradient they start from.
+
+    With ``scores`` only the gradient of the scores, in an array of that shape.
+    """
     out_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
     result = TensorView(problem.dtype, out_shape, contiguous_strides(out_shape), "device", None)
     views: dict[str, TensorView] = {"o": result, "do": result}
@@ -66,10 +70,13 @@ def run(
         "do": dout.view(stored).reshape(-1),
         "lse": lse.astype(np.float32).reshape(-1),
     }
-    for name in "qkv":
+    if scores is not None:
+        views["ds"] = TensorView("f32", scores, contiguous_strides(scores), "device", None)
+        memory["ds"] = np.zeros(scores, np.float32).reshape(-1)
+    for name in "qkv" if scores is None else "":
         shape_of = views[name].shape
         views["d" + name] = TensorView(problem.dtype, shape_of, contiguous_strides(shape_of), "device", None)
-        memory["d" + name] = np.zeros(shape_of, stored).reshape(-1)
+        memory["d" + name] = np.full(shape_of, np.nan, dtype).view(stored).reshape(-1)
     plan = plan_backward(problem, views, target, shapes=shape if isinstance(shape, tuple) else (shape, shape))
     memory |= {
         name: np.full(size, np.nan, np.float32) if name in ("delta", "dq_sum") else unwritten(size)

@@ -125,6 +125,38 @@ def test_blocks_that_several_workgroups_share(dim: int, options: dict[str, Any])
     assert not wrong, wrong
 
 
+ALONE: dict[str, tuple[tuple[int, int], int, dict[str, Any]]] = {
+    "plain": ((130, 60), 64, {}),
+    "shared": ((400, 60), 64, {}),
+    "rows-without-keys": ((200, 50), 64, {"causal": True, "causal_align": "bottom-right"}),
+    "window": ((200, 50), 72, {"window": (20, 10), "deterministic": True}),
+    "softcap": ((70, 33), 128, {"softcap": 5.0}),
+    "wide": ((130, 60), 200, {"causal": True}),
+    "mask": ((130, 60), 96, {"mask": True}),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_one_block_of_keys(name: str, arch: str) -> None:
+    """Which stores dQ, also if several workgroups share its rows: nothing is cleared, added to or rounded."""
+    (rows, keys), dim, options = ALONE[name]
+    fence = name == "shared"
+    target = replace(interpreted(arch), matrix_layout=NVIDIA_LAYOUT, compute_units=16, device_fence=fence)
+    rng = np.random.default_rng(1)
+    shapes = {"q": (1, 3, rows, dim), "k": (1, 1, keys, dim), "v": (1, 1, keys, dim)}
+    arrays = {name: rng.standard_normal(size).astype(np.float16) for name, size in shapes.items()}
+    if "mask" in options:
+        arrays["mask"] = rng.random((rows, keys)) < 0.5
+        arrays["mask"][64:100] = False
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, **{k: v for k, v in options.items() if k != "mask"})
+    found, dout = run(problem, operands, arrays, None, target=target)
+    assert "dq_sum" not in found and ("part" in found) == fence
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_dropped_infinities_do_not_leak(bad: float, softcap: float | None) -> None:

@@ -10,13 +10,17 @@ import grid
 import ml_dtypes
 import numpy as np
 import pytest
+import rope_cases
 from test_backward_interpreted import run as backward
 from test_forward_interpreted import run
 
+from aule import tuning
 from aule.ir import Builder
 from aule.ir.interpret import interpret
 from aule.ir.types import bf16, f32
 from aule.ops.attention.plan import forward as plan
+from aule.ops.attention.plan.tiles import fragment_shape
+from aule.ops.attention.plan.tiles_backward import FRAGMENT
 from aule.ops.attention.problem import UNBOUNDED
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
@@ -234,6 +238,37 @@ def test_gradients(case: grid.Case, shape: str, deterministic: bool) -> None:
     problem = replace(problem, deterministic=deterministic)
     found, dout = backward(problem, operands, inputs, BACKWARD[shape], case.seq_q % 2 == 0, target())
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+WIDE = [
+    fragment_shape(r.use) for r in tuning.family_records("nvidia-sm90", FRAGMENT) if "depth_parts" in r.use["shape"]
+]
+WIDE_CASES = [case for case in grid.forward_grid("wide") if case.dtype in ("f16", "bf16")][2:15:4]
+
+
+@pytest.mark.parametrize("number", range(len(WIDE_CASES)), ids=lambda n: str(WIDE_CASES[n]))
+def test_gradients_of_wide_heads(number: int) -> None:
+    """Subgroups divide the depth of the scores: in two, or in eight, where they keep their columns in registers."""
+    case = WIDE_CASES[number]
+    inputs = grid.make_inputs(case, seed=3)
+    arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
+    for i, shape in enumerate((WIDE[0], WIDE[1 + number % 3])):
+        problem, operands = grid.case_problem(case, inputs)
+        problem = replace(problem, deterministic=(number + i) % 2 == 0)
+        found, dout = backward(problem, operands, inputs, shape, number % 2 == 0, target())
+        wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+        assert not wrong, (shape, wrong)
+
+
+@pytest.mark.parametrize("shape", WIDE[::2], ids=lambda s: f"{s.depth_parts}-parts")
+def test_gradients_of_wide_heads_with_rope(shape: FragmentShape) -> None:
+    case = rope_cases.Case("f16", (576, 512), 64, (19, 33))
+    inputs = rope_cases.make_inputs(case)
+    problem, operands = rope_cases.case_problem(case, inputs, deterministic=True)
+    arrays = rope_cases.reference_arrays(inputs, operands)
+    found, dout = backward(problem, operands, arrays, shape, False, target())
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
 

@@ -25,6 +25,7 @@ from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
 from aule.ops.rope.tables import Rope
+from aule.render import spirv
 from aule.target import NVIDIA_LAYOUT, Target
 from aule.tuning import model
 
@@ -57,6 +58,21 @@ def test_tiles_fit(dims: tuple[int, int]) -> None:
         for kernel in kernels:
             built = build_backward_fragment(kernel, TARGET)
             assert built.shared_bytes <= TARGET.max_shared_bytes, kernel.shape
+
+
+@pytest.mark.parametrize("dims", [(288, 288), (512, 512), (576, 512)], ids=str)
+def test_wide_gradients_fit(dims: tuple[int, int]) -> None:
+    """What a workgroup owns is in registers; the kernels are SPIR-V, too."""
+    problem, views = planned(dims, return_lse=True)
+    for deterministic in (False, True):
+        plan = plan_backward(replace(problem, deterministic=deterministic), views, TARGET)
+        kernels = [step.config for step in plan.steps if isinstance(step.config, FragmentBackwardConfig)]
+        assert [kernel.of for kernel in kernels] == (["queries", "keys"] if deterministic else ["keys"])
+        for kernel in kernels:
+            assert kernel.shape.owns_in_registers
+            built = build_backward_fragment(kernel, TARGET)
+            assert built.shared_bytes <= TARGET.max_shared_bytes, kernel.shape
+            assert spirv.render(built, TARGET).code
 
 
 def test_columns_that_are_rotated_stay_together() -> None:

@@ -139,7 +139,8 @@ def judge(kind: Kind, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
         fewer = tuple(unit for unit in device.target.matrix_units if unit not in WARPGROUP_UNITS)
         monkeypatch.setattr(device, "target", replace(device.target, matrix_units=fewer))
     # So that a small mask has the kernels of large ones.
-    replace_records(monkeypatch, {"attention.forward.mask_prepass_scores": [{"value": 0}]})
+    passes = ("forward", "backward")
+    replace_records(monkeypatch, {f"attention.{name}.mask_prepass_scores": [{"value": 0}] for name in passes})
     launches: list[Any] = []
     monkeypatch.setattr(
         attention, "prepare_forward", lambda *args: launches.append(prepare_forward(*args)) or launches[-1]

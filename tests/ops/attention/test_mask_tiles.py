@@ -17,11 +17,13 @@ from test_forward_interpreted import run
 from test_fragment_compiles import assemble
 from test_fragment_interpreted import target
 
+from aule.ops.attention.plan.backward import plan_backward
 from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
+from aule.ops.scores.functions.program import BoundFunction, Graph
 from aule.target import NVIDIA_LAYOUT
 from aule.tile.fragment.shape import FragmentShape
 from aule.view import TensorView, contiguous_strides
@@ -182,3 +184,24 @@ def test_memory_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention["mask_order_ptr"] == order["mask_order_ptr"] and order["mask_tiles_ptr"] == tiles["mask_tiles_ptr"]
     own = [turn_q["y_ptr"], turn_k["y_ptr"], tiles["mask_tiles_ptr"], order["mask_order_ptr"], tiles["mask_bits_ptr"]]
     assert len(set(own)) == 5 and all(pointer % 16 == own[0] % 16 for pointer in own)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_lists_of_long_sequences_take_little_memory(arch: str, by_head: bool) -> None:
+    """A byte for some hundreds of scores of a map, where a bool mask has one for each."""
+    rows, heads = 131072, 4
+    g = Graph()
+    kept = g.compare("ge", g.input("query"), g.input("key"))
+    if by_head:
+        kept = g.binary("or", kept, g.compare("eq", g.input("head"), g.literal(1)))
+    mask_mod = BoundFunction(g.finish([kept]))
+    problem = AttentionProblem(1, heads, heads, rows, rows, 128, 128, "bf16", 0.1, mask_mod=mask_mod)
+    shape = (1, heads, rows, 128)
+    view = TensorView("bf16", shape, contiguous_strides(shape), "device", None)
+    forward = plan_forward(problem, dict.fromkeys("qkvo", view), target(arch))
+    gradients = plan_backward(problem, dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv"), view), target(arch))
+    for plan in (forward, gradients):
+        lists = 4 * (plan.workspace["mask_tiles"] + plan.workspace["mask_order"])
+        others = 4 * sum(plan.workspace.values()) - lists
+        assert 0 < lists < rows * rows * heads // 300 and others <= 1024 * heads * rows

@@ -70,6 +70,13 @@ def test_on_matrix_units(case: varlen_cases.Case) -> None:
     check(case, fragments.target(), fragments.SHAPES["two-stages"], backward)
 
 
+def test_wide_heads_on_matrix_units() -> None:
+    """Subgroups divide the depth of the scores, in the kernel of dQ, too."""
+    case = varlen_cases.Case("wide", (5, 0, 37), (7, 3, 50), (2, 1), (320, 288), options={"causal": True}, dtype="bf16")
+    target = fragments.target()
+    check(case, target, fragments.SHAPES["two-stages"], (fragments.WIDE[0], fragments.WIDE[0]))
+
+
 @pytest.mark.parametrize("case", CASES[1:8:2], ids=str)
 def test_over_warpgroups(case: varlen_cases.Case) -> None:
     """Rows are copied as they are, and dQ has a kernel of its own."""

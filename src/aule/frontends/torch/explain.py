@@ -23,6 +23,7 @@ from aule.frontends.torch.devices.base import Planned
 from aule.frontends.torch.flex import calls as flex_calls
 from aule.frontends.torch.flex import decode as flex_decode
 from aule.frontends.torch.flex import entry as flex_entry
+from aule.frontends.torch.flex.captured import first_call
 from aule.frontends.torch.flex.trace import traced_pair
 from aule.frontends.torch.modes import grad_enabled, refuse_transforms
 from aule.frontends.torch.row_ops import Options, RowOp, Tensors
@@ -88,13 +89,15 @@ def flex_attention(
     q, k, v = _as_autocast_would(q, k, v)
     k, v = flex_entry.shared_keys(q, k, v)
     functions = flex_entry.functions_of(score_mod, block_mask, q, k)
-    wanted = [x for x in functions.of_score.values() if x.requires_grad]
+    wanted = [name for name, x in functions.of_score.items() if x.requires_grad]
     if not (grad_enabled() and (wanted or any(x.requires_grad for x in (q, k, v)))):
         return _explained(flex_calls.Forward(q, k, v, options, functions, None))
     forward = flex_calls.Forward(q, k, v, options, functions, True)
     options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
-    backward = flex_calls.Backward(_saved(forward), options, functions, bool(wanted), None)
-    return _explained(forward, _explained(backward))
+    saved = _saved(forward)
+    backward = flex_calls.Backward(saved, options, functions, None)
+    part = first_call(saved, options, functions, wanted) if wanted else None
+    return _explained(forward, _explained(backward, None if part is None else _explained(part)))
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Explanation:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from aule.errors import DeviceMismatchError
 from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
+from aule.ops.scores.functions.indices import check_indices
 from aule.ops.scores.functions.program import BoundFunction
 from aule.ops.scores.functions.trace import OP
+from aule.view import TensorView
 
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 """Integers that kernels do not load."""
@@ -66,6 +68,10 @@ class Functions:
     def checked(self, q: Tensor, op: str = OP) -> Functions:
         """The same functions with captured tensors that kernels can load; see `loadable`."""
         return replace(self, captured={name: loadable(x, q, op) for name, x in self.captured.items()})
+
+    def check_indices(self, views: Mapping[str, TensorView], batch: int, heads: int, op: str) -> None:
+        """See `indices.check_indices`."""
+        check_indices({SCORE_FUNCTION: self.score_mod, MASK_FUNCTION: self.mask_mod}, views, batch, heads, op)
 
     @property
     def of_score(self) -> dict[str, Tensor]:

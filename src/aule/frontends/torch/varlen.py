@@ -102,6 +102,7 @@ class _PackedCall(AttentionCall):
         if functions is None:
             return problem, found
         captured = {name: view(self.tensors[name], "a captured tensor", OP, "q") for name in functions.captured}
+        functions.check_indices(captured, problem.batch, problem.heads_q, OP)
         problem = replace(problem, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
         return problem, replace(found, captured=captured)
 

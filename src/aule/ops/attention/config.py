@@ -87,16 +87,16 @@ class BackwardConfig(GpuConfig):
 
     Attributes
     ----------
-    of : {"queries", "keys"}
-        Computes dQ, or dK and dV.
+    of : {"queries", "keys", "scores"}
+        Computes dQ, or dK and dV, or dS alone.
     sums : bool
         The kernel of dK and dV also adds its keys' share of dQ to sums in fp32. The order of workgroups varies, so the
         last bits of dQ may differ from run to run.
     scores : bool
-        The kernel of dQ also stores dS, the gradient of what is added to the scores.
+        Stores dS, the gradient of what is added to the scores; not the kernel of dK and dV.
     """
 
-    of: Literal["queries", "keys"]
+    of: Literal["queries", "keys", "scores"]
     shape: SimtShape
     sums: bool = False
     scores: bool = False
@@ -108,21 +108,24 @@ class FragmentBackwardConfig(GpuConfig):
 
     Attributes
     ----------
-    of : {"queries", "keys"}
-        Computes dQ, or dK and dV.
+    of : {"queries", "keys", "scores"}
+        Computes dQ, or dK and dV, or dS, the gradient of what is added to the scores.
     shape : FragmentShape
         A workgroup owns ``block_q`` rows and passes over tiles of ``block_kv`` rows.
     sums : bool
         As in `BackwardConfig`.
     folded : bool
         As in `FragmentConfig`.
+    one_block : bool
+        With ``sums``: a block has all keys, so that nobody else adds to its rows of dQ, and they are stored.
     shared_blocks : bool
         Several workgroups share each of the last blocks of keys, or of all (`SplitLastWave` of `plan/split.py`).
     """
 
-    of: Literal["queries", "keys"]
+    of: Literal["queries", "keys", "scores"]
     shape: FragmentShape
     sums: bool = False
+    one_block: bool = False
     folded: bool = False
     shared_blocks: bool = False
 

@@ -149,7 +149,12 @@ class AttentionProblem:
         return self.heads_q // max(self.heads_kv, 1)
 
     @property
+    def scores(self) -> int:
+        """Scores of all heads, dropped ones included."""
+        return self.batch * self.heads_q * self.seq_q * self.seq_kv
+
+    @property
     def flops(self) -> int:
         """Multiply-adds times two, with the causal half left out, as the literature counts."""
-        full = 2 * self.batch * self.heads_q * self.seq_q * self.seq_kv * (self.head_dim + self.value_dim)
+        full = 2 * self.scores * (self.head_dim + self.value_dim)
         return full // 2 if self.causal else full

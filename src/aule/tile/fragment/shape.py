@@ -41,6 +41,11 @@ class FragmentShape:
         through shared memory, and some columns of the results: more rows to a subgroup, and fewer reads in all. With
         ``resident_q``, some rows of the scores instead, so that each matrix is in one subgroup's registers, as are its
         own rows of P and dS when they are multiplied.
+    depth_parts : int
+        Of the subgroups that share rows, so many compute the same scores, each over its part of the depth of the
+        products, and add their parts up in shared memory. A power of two that divides ``columns``. With
+        ``resident_q``, both matrices that the workgroup owns stay in registers; all subgroups then share rows and
+        divide the depth, so that each needs nothing but its own columns.
     staged : bool
         Results pass through shared memory to become factors.
     warpgroups : bool
@@ -76,6 +81,7 @@ class FragmentShape:
     registers: int = 255
     lanes: int = 32
     columns: int = 1
+    depth_parts: int = 1
     staged: bool = False
     warpgroups: bool = False
     register_columns: int = 0
@@ -103,7 +109,18 @@ class FragmentShape:
     @property
     def score_cut(self) -> tuple[int, int]:
         """Parts into which subgroups that share rows divide their scores in a backward kernel, by rows and columns."""
-        return (self.columns, 1) if self.resident_q else (1, self.columns)
+        parts = self.columns // self.depth_parts
+        return (parts, 1) if self.resident_q else (1, parts)
+
+    @property
+    def owns_in_registers(self) -> bool:
+        """Whether both matrices that a workgroup of a backward kernel owns stay in registers."""
+        return self.resident_q and self.depth_parts > 1
+
+    @property
+    def partial_scores(self) -> int:
+        """Numbers of shared memory through which parts of scores are added up in a backward kernel."""
+        return self.block_q * self.block_kv * self.depth_parts if self.depth_parts > 1 else 0
 
     def q_columns(self, head_dim: int) -> int:
         """Columns of Q that are read from shared memory for every tile."""
@@ -154,6 +171,8 @@ class FragmentShape:
         k_row, v_row = (row_stride(self.result_columns(dim)) for dim in (head_dim, value_dim))
         tiles = 2 if self.columns > 1 else int(sums)
         rest = self.stages * self.block_kv * (k_row + v_row) + tiles * self.block_q * row_stride(self.block_kv)
+        if self.owns_in_registers:
+            return max(rest, self.block_q * max(k_row, v_row))
         passing = max(rest, self.block_q * row_stride(SIZE))
         return self.block_q * k_row + (passing if self.resident_q else rest + self.block_q * v_row)
 
@@ -164,7 +183,8 @@ class FragmentShape:
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Bytes of shared memory of a backward kernel."""
-        return 2 * (self.backward_elements(head_dim, value_dim, sums) + self.staged_elements)
+        halves = self.backward_elements(head_dim, value_dim, sums) + self.staged_elements
+        return 2 * halves + 4 * self.partial_scores
 
     @property
     def staged_elements(self) -> int:

@@ -55,16 +55,11 @@ def gradients(
         dlse = torch.where(saved.lse == -torch.inf, 0.0, dlse.resolve_neg()).to(saved.lse.dtype).contiguous()
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
-    q, k = saved.q, saved.k
-    call = Backward(saved, options, functions, bool(wanted), dlse)
-    dq, dk, dv, *rest = lists.compute(route.route(q, options.backend), call)
+    where = route.route(saved.q, options.backend)
+    dq, dk, dv = lists.compute(where, Backward(saved, options, functions, dlse))
     assert dq is not None and dk is not None and dv is not None
-    if not wanted:
-        return dq, dk, dv, {}
-    ds = rest[0]
-    assert ds is not None
-    scale = options.scale if options.scale is not None else q.shape[-1] ** -0.5
-    return dq, dk, dv, captured_gradients(functions, wanted, ds, q, k, scale)
+    found = captured_gradients(where, saved, dlse, options, functions, wanted) if wanted else {}
+    return dq, dk, dv, found
 
 
 class _Flex(torch.autograd.Function):  # type: ignore[misc]

@@ -9,11 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from aule.engine.attention import scores_on_host
 from aule.frontends.torch import attention
 from aule.frontends.torch.attention import Saved, options_with_tensors, saved_of
-from aule.frontends.torch.calls import Bound, Output
+from aule.frontends.torch.calls import Bound, Output, Results
+from aule.frontends.torch.checks import NAMES
 from aule.frontends.torch.functions import Functions
-from aule.frontends.torch.views import ViewOf
+from aule.frontends.torch.views import ViewOf, fresh_view, view_on_host, work_dtype
 from aule.ops.attention.plan.lists import LISTS, lists_of, with_lists
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
@@ -21,6 +23,9 @@ from aule.ops.scores.functions.trace import OP
 from aule.ops.shared.plan import Plan
 from aule.options import AttentionOptions
 from aule.runtime.base import Device
+
+PADDING = 128
+"""Rows and keys of the scores' gradient are padded to multiples of this."""
 
 
 class FlexCall(attention.AttentionCall):
@@ -41,6 +46,7 @@ class FlexCall(attention.AttentionCall):
         problem, found = super().problem(view)
         functions = self.functions
         captured = {name: view(self.tensors[name], "a captured tensor", OP, "query") for name in functions.captured}
+        functions.check_indices(captured, problem.batch, problem.heads_q, OP)
         problem = replace(problem, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
         return problem, replace(found, captured=captured)
 
@@ -88,12 +94,10 @@ class Forward(FlexCall, attention.Forward):
 
 
 class Backward(FlexCall, attention.Backward):
-    """Gradients of q, k and v and, for those of captured tensors, of the modified scores (``ds``)."""
+    """Gradients of q, k and v."""
 
-    def __init__(
-        self, saved: Saved, options: AttentionOptions, functions: Functions, scores: bool, dlse: Tensor | None
-    ) -> None:
-        super().__init__(saved, options, scores)
+    def __init__(self, saved: Saved, options: AttentionOptions, functions: Functions, dlse: Tensor | None) -> None:
+        super().__init__(saved, options, scores=False)
         if dlse is not None:
             self.tensors |= {"dlse": dlse}
         self._add(functions)
@@ -103,4 +107,35 @@ class Backward(FlexCall, attention.Backward):
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Backward:
         options, functions = options_with_tensors(self.options, tensors), self.functions.with_tensors(tensors)
-        return Backward(saved_of(tensors), options, functions, self.scores, tensors.get("dlse"))
+        return type(self)(saved_of(tensors), options, functions, tensors.get("dlse"))
+
+
+class ScoreGradients(Backward):
+    """The gradient of the modified scores, ``[batch, heads_q, seq_q, seq_kv]`` and zeros that pad the last two axes to
+    multiples of `PADDING`, with at least as many zeros behind each row."""
+
+    def __init__(self, saved: Saved, options: AttentionOptions, functions: Functions, dlse: Tensor | None) -> None:
+        super().__init__(saved, options, functions, dlse)
+        self.results = ("ds",)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        q, k = self.tensors["q"], self.tensors["k"]
+        rows, keys = (-(-x.shape[2] // PADDING) * PADDING for x in (q, k))
+        return (*q.shape[:2], rows, keys + PADDING)
+
+    def bind(self, view: ViewOf) -> Bound:
+        bound, work = super().bind(view), work_dtype(self.tensors["q"])
+        views = {name: x for name, x in bound.views.items() if name not in ("dq", "dk", "dv")}
+        ds = fresh_view(NAMES[work], self._shape)
+        return Bound(bound.problem, views | {"ds": ds}, (Output("ds", work, ds.shape, fill=0.0),))
+
+    def through_host(self, device: Device | None) -> Results:
+        assert device is not None  # as in `Backward`
+        problem, found = self.problem(view_on_host)
+        out, dout = (view_on_host(self.tensors[name], name, self.op) for name in ("o", "do"))
+        lse, dlse = self.tensors["lse"], self.tensors.get("dlse")
+        ds = lse.new_zeros(self._shape)
+        of_lse = None if dlse is None else view_on_host(dlse, "dlse", self.op)
+        scores_on_host(problem, found, device, out.storage, lse.numpy(), dout, ds.numpy(), of_lse)
+        return (ds,)

@@ -58,6 +58,7 @@ class FunctionDecode(Decode):
         problem, found = super().problem(view, op)
         functions = self.functions
         captured = {name: view(self.tensors[name], "a captured tensor", self.op, "q") for name in functions.captured}
+        functions.check_indices(captured, problem.batch, problem.heads_q, self.op)
         problem = replace(problem, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
         return problem, replace(found, captured=captured)
 

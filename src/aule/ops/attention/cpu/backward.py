@@ -34,7 +34,7 @@ from aule.tile.vector.rope import MatrixRow, array_rows, rotate_row
 
 
 def build_backward(config: CpuBackwardConfig, target: Target) -> KernelIR:
-    """Trace the kernel of the gradients."""
+    """Trace the kernel of the gradients of q, k and v, or of the scores alone."""
     b = Builder("flash_attention_backward_cpu", workgroup=1)
     _Backward(b, config).run()
     return b.finish()
@@ -52,7 +52,8 @@ class _Backward:
     def run(self) -> None:
         """Trace the loops over key blocks, query heads and row blocks."""
         b, shape, scores = self.b, self.shape, self.scores
-        self.task.clear_dq()
+        if self.config.operands:
+            self.task.clear_dq()
         # Every n-th block rather than a range: with a causal mask the first blocks have the most rows.
         blocks = self.task.p.number("blocks_kv")
         if self.config.packed:
@@ -72,9 +73,11 @@ class _Backward:
                     with nullcontext() if self.classes is None else b.if_(b.ne(self.classes.kind, NONE)):
                         self.task.load_rows(rows)
                         self._score_gradients(rows, keys)
-                        self._key_gradients(rows, keys)
-            self._store_keys(keys)
-        if self.config.rope is not None:
+                        if self.config.operands:
+                            self._key_gradients(rows, keys)
+            if self.config.operands:
+                self._store_keys(keys)
+        if self.config.rope is not None and self.config.operands:
             self.task.rotate_dq_back()
 
     # -- P, dS and dQ --------------------------------------------------------------------------------------------------
@@ -101,8 +104,9 @@ class _Backward:
                 self.task.dropout.fill(query, key0, first, end)
             with b.loop(first, end, shape.panel, name="panel") as panel:
                 self._panel(rows, row, key0, panel, reach)
-            with b.if_(low < high):
-                self._query_gradients(rows, row, keys, low, high)
+            if self.config.operands:
+                with b.if_(low < high):
+                    self._query_gradients(rows, row, keys, low, high)
 
     def _panel(self, rows: RowBlock, row: Value, key0: Value, panel: Value, reach: Reach) -> None:
         """P and dS of a few rows and a panel: zeros if a mask function keeps none of them."""

@@ -69,7 +69,8 @@ class BackwardTask:
         if dropout is not None:
             self.dropout = DropoutFactors(b, config, self.engine, dropout, number("keep_scale", work))
         self.zero = b.const(0, i64)
-        self.dq_parts = self.p.buffer("dq_parts", work, "readwrite")
+        if config.operands:
+            self.dq_parts = self.p.buffer("dq_parts", work, "readwrite")
 
     def _allocate(self) -> None:
         b, config, shape, work = self.b, self.config, self.shape, self.config.work

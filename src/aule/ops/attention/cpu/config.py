@@ -155,11 +155,14 @@ class CpuBackwardConfig(CpuScoreConfig):
         For q, k, v and the gradient of o: the head dimension has stride 1.
     scores : bool
         Store dS, the gradient of what is added to the scores.
+    operands : bool
+        Compute the gradients of q, k and v; else only dS.
     direct_keys : bool
         Read K in place as rows of full vectors.
     """
 
     scores: bool = False
+    operands: bool = True
     direct_keys: bool = True
 
 

@@ -199,7 +199,7 @@ def plan_alone(problem: AttentionProblem, views: dict[str, TensorView], target: 
 
 
 def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Plan:
-    """Plan the gradients of q, k and v.
+    """Plan the gradients of q, k and v, or of the scores alone if there is no view ``dq``.
 
     Parameters
     ----------
@@ -223,6 +223,7 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         unit=call.unit(("q", "k", "v", "do")),
         shape=shape,
         scores="ds" in views,
+        operands="dq" in views,
         pairs=pairs,
         direct_keys=call.in_place("k", problem.head_dim) and problem.rope is None,
     )
@@ -241,7 +242,9 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
     delta = CpuDeltaConfig(problem.dtype, problem.value_dim, shape, call.unit(("o", "do")), "dlse" in views)
     dq_sum = DqSumConfig(problem.dtype, problem.head_dim, shape)
     row_numbers = scalars | row_scalars(problem)
-    workspace = {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)}
+    workspace = {"delta": rows}
+    if config.operands:
+        workspace["dq_parts"] = rows * splits * shape.padded(problem.head_dim)
     before: tuple[Step, ...] = ()
     if listed:
         classify, space, found = plan_classes(problem, shape, scalars)
@@ -250,8 +253,9 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         *before,
         Step(delta, build_delta, (heads_q, 1, 1), row_numbers),
         Step(config, build_backward, (heads_kv * splits, 1, 1), scalars),
-        Step(dq_sum, build_dq_sum, (heads_q, 1, 1), row_numbers),
     )
+    if config.operands:
+        steps = (*steps, Step(dq_sum, build_dq_sum, (heads_q, 1, 1), row_numbers))
     return Plan(steps, workspace)
 
 

@@ -5,9 +5,10 @@ Both have the same form. A workgroup *owns* rows of two matrices and passes over
     dQ        owns Q and dO, passes over K and V:     S = Q K^T     dP = dO V^T     dQ = dS K
     dK, dV    owns K and V, passes over Q and dO:     S = K Q^T     dP = V dO^T     dK = dS Q     dV = P dO
 
-A subgroup has its own rows of S and dP, which become left factors without leaving registers. In the second kernel,
-whose results take twice the registers, several subgroups may share rows instead (``shape.columns``): P and dS then pass
-through shared memory, but every fragment that is read from there serves more rows.
+A subgroup has its own rows of S and dP, which become left factors without leaving registers. Where results take too
+many registers, several subgroups may share rows instead (``shape.columns``): P and dS then pass through shared memory,
+but every fragment that is read from there serves more rows. Wide heads have so many subgroups to a row that they divide
+the depth of the products for scores, too (``shape.depth_parts``).
 
 Workgroups share no sums, so results are deterministic. That takes seven products. With ``config.sums`` the second
 kernel alone also adds its keys' share of dQ to sums in memory, which takes five.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import gcd
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32
@@ -25,24 +27,27 @@ from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import GradientKernel, KeysKernel
 from aule.ops.attention.prepass.tile_list import TileList, tile_at
 from aule.target import Target
-from aule.tile.common.matrix import Matrix, divmod_const
+from aule.tile.common.matrix import QUAD, Matrix, divmod_const
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile
 from aule.tile.fragment.rope import exchange_bytes, transfer_of
 from aule.tile.fragment.shape import RUN, row_stride
 from aule.tile.fragment.transfer import Transfer
 
+_BLOCKS_AT_ONCE = 4
+"""Blocks of 16 x 16 of dQ that a subgroup multiplies at a time if it holds a lot of dK and dV, as for wide heads."""
+
 Body = Callable[[Value, tuple[Value, Value], Callable[[], None], Callable[[], None]], None]
 """Takes a tile, where its two matrices lie, and the two calls of `_Kernel.pass_over`."""
 
 
 def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:
-    """Trace the kernel of dQ, or that of dK and dV."""
+    """Trace the kernel of dQ, that of dK and dV, or that of dS."""
     name = f"flash_attention_backward_{config.of}"
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, arithmetic="quick")
     if target.overlap:
         b.launch_await()
-    kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
+    kernel = (_Keys if config.of == "keys" else _Queries)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
@@ -57,8 +62,11 @@ class _Kernel(GradientKernel):
         self.strides = tuple(row_stride(width) for width in self.widths)
         rows, width = self.shape.block_q, self.shape.block_kv
         self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
-        self.other_start = rows * (self.strides[0] if self.shape.resident_q else sum(self.strides))
+        in_memory = 0 if self.shape.owns_in_registers else 1 if self.shape.resident_q else 2
+        self.other_start = rows * sum(self.strides[:in_memory])
         self.resident: tuple[list[list[Value]], list[list[Value]]] = ([], [])
+        # The first owned matrix as right factors, by row and column of blocks, if it is in no memory.
+        self.right_factors: list[list[Value]] = []
         self.stage_size = width * sum(self.strides)
         # dS and P, by key, where they pass through shared memory.
         self.scores_stride = row_stride(width)
@@ -68,6 +76,9 @@ class _Kernel(GradientKernel):
         if config.rope is not None:
             self.size = max(self.size, exchange_bytes(rows, self.widths[0]) // 2)
         self.memory = b.shared("tiles", self.engine.elem, self.size)
+        self.partial_scores = (
+            b.shared("partials", f32, self.shape.partial_scores) if self.shape.partial_scores else None
+        )
 
     def transfer(self, matrix: Matrix) -> Transfer:
         """A transfer of the others' rows. With one stage they wait in registers until everyone has read the last."""
@@ -79,6 +90,10 @@ class _Kernel(GradientKernel):
     def load_own(self) -> None:
         """Load the rows that the workgroup owns; the first barrier of the loop makes them visible."""
         b, (first, second) = self.b, self.own
+        if self.shape.owns_in_registers:
+            for which in range(2):
+                self._load_columns(which)
+            return
         transfer = self._bring(first, self.own_start[0], self.widths[0])
         if self.config.sums:
             transfer.rewrite_own(self.own_start[0], self.finite)
@@ -98,6 +113,24 @@ class _Kernel(GradientKernel):
         transfer.start(self.row0, start)
         transfer.finish(start)
         return transfer
+
+    def _load_columns(self, which: int) -> None:
+        """Load the subgroup's columns of an owned matrix into registers, through memory that later holds the others."""
+        b, engine, shape = self.b, self.engine, self.shape
+        assert shape.subgroups == shape.columns == shape.depth_parts, shape
+        start, stride, width = b.const(0, i32), self.strides[which], self.result_width(which)
+        transfer = self._bring(self.own[which], start, self.widths[which])
+        if which == 0 and self.config.sums:
+            transfer.rewrite_own(start, self.finite)
+        b.barrier()
+        at, rows = start + self._depth_start(which), range(0, shape.rows, engine.arrangement.height)
+        for col in range(0, width, SIZE):
+            self.resident[which].append([engine.load_left(self.memory, at, stride, row, col) for row in rows])
+        if which == 0 and self.config.sums:
+            cols = range(0, width, engine.arrangement.width)
+            for row in range(0, shape.rows, SIZE):
+                self.right_factors.append([engine.load_right(self.memory, at, stride, row, col) for col in cols])
+        b.barrier()  # everyone has read it: the memory is free again
 
     def _load_resident(self, matrix: Matrix, start: Value) -> None:
         """Load rows into registers, through memory that later holds the others; as many columns at a time as fit."""
@@ -125,7 +158,7 @@ class _Kernel(GradientKernel):
         if k < len(self.resident[which]):
             return self.resident[which][k]
         stride = self.strides[which]
-        start = self.own_start[which] + self.score_row * stride
+        start = self.own_start[which] + self.score_row * stride + self._depth_start(which)
         rows = range(0, self.score_rows, self.engine.arrangement.height)
         return [self.engine.load_left(self.memory, start, stride, row, k * SIZE) for row in rows]
 
@@ -133,18 +166,58 @@ class _Kernel(GradientKernel):
 
     def scores_of(self, which: int, at: Value, start: list[Value] | None = None) -> FragmentTile:
         """``own other^T``, this subgroup's part; sums start at ``start`` of a lane's columns, or 0."""
-        engine, stride, cols = self.engine, self.strides[which], self.engine.arrangement.width
+        b, engine, stride, cols = self.b, self.engine, self.strides[which], self.engine.arrangement.width
         tile = engine.tile(self.score_rows, self.own_width)
         if start is not None:
             tile.map(lambda _, r, c: start[c])
-        at = at + self.score_col * stride
+        at = at + self.score_col * stride + self._depth_start(which)
+        parts = self.shape.depth_parts
         engine.multiply(
             tile,
             lambda k: self.left(which, k),
             lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * cols, transposed=True),
-            self.depths[which],
+            self.depths[which] if parts == 1 else self.widths[which] // (SIZE * parts),
         )
+        if self.partial_scores is not None:
+            if which == 1:
+                b.barrier()  # everyone has read the parts of S
+            self._add_parts(tile, self.partial_scores)
         return tile
+
+    def _depth_start(self, which: int) -> Value | int:
+        """The first column of the subgroup's part of a product's depth."""
+        parts = self.shape.depth_parts
+        return 0 if parts == 1 else self.depth_part * (self.widths[which] // parts)
+
+    def _add_parts(self, tile: FragmentTile, memory: Value) -> None:
+        """Add up the parts of a tile of scores that subgroups have computed. They hold the same elements in the same
+        registers, so that a lane adds what the same lane of the others has."""
+        b, arrangement = self.b, self.engine.arrangement
+        lanes, parts = arrangement.lanes, arrangement.results.parts
+        run = gcd(parts, QUAD)
+        variables = [variable for row in tile.vars for variable in row]
+        size = len(variables) * parts * lanes
+
+        def place(subgroup: Value) -> Value:
+            return subgroup * size + self.engine.lane * run
+
+        def offset(number: int, part: int) -> int:
+            return (number * parts + part) * lanes
+
+        own = place(self.engine.subgroup)
+        for number, variable in enumerate(variables):
+            for part in range(0, parts, run):
+                strip = [b.fragment_get(variable.value, part + i) for i in range(run)]
+                b.store(memory, own + offset(number, part), b.vector(strip))
+        b.barrier()
+        others = [place(self.engine.subgroup ^ i) for i in range(1, self.shape.depth_parts)]
+        for number, variable in enumerate(variables):
+            sums = [b.fragment_get(variable.value, part) for part in range(parts)]
+            for other in others:
+                for part in range(0, parts, run):
+                    more = b.unpack(b.load(memory, other + offset(number, part), run))
+                    sums[part : part + run] = [x + y for x, y in zip(sums[part : part + run], more, strict=True)]
+            variable.value = b.fragment_pack(self.engine.accumulator, sums)
 
     def accumulate(self, result: FragmentTile, left: Callable[[int], list[Value]], which: int, at: Value) -> None:
         """``result += left other``, this subgroup's columns; ``left`` gives a column of fragments."""
@@ -161,6 +234,28 @@ class _Kernel(GradientKernel):
         """This lane's elements as left factors, a column of fragments at a time."""
         factors = self.engine.pack(values, self.engine.left, "enlarged")
         return lambda k: [row[k] for row in factors]
+
+    def _share(self, values: list[list[Value]], start: int, exist: list[Value] | None = None, by: int = 0) -> None:
+        """Store P^T or dS^T (or dS) for all subgroups, with zeros for keys that do not ``exist``; of the subgroups that
+        have the same scores, the one whose part of the depth is number ``by``. The barrier before this tile's scores
+        came after its last readers."""
+        own = start + self.score_row * self.scores_stride + self.score_col
+        with self.b.if_(self.b.eq(self.depth_part, by)) if self.shape.depth_parts > 1 else nullcontext():
+            self.engine.put(self.memory, own, self.scores_stride, values, "enlarged", exist)
+
+    def _shared_factors(self, start: int, values: list[list[Value]]) -> Callable[[int], list[Value]]:
+        """The subgroup's rows of what `_share` stored, as left factors. Rows that it has computed entirely come first,
+        from registers."""
+        stride, height = self.scores_stride, self.engine.arrangement.height
+        if self.score_rows == self.shape.rows:
+            own, rows = start + self.subgroup_row * stride, range(0, self.shape.rows, height)
+            return lambda k: [self.engine.load_left(self.memory, own, stride, row, k * SIZE) for row in rows]
+        mine, parts = self.packed(values), range(1, self.shape.columns)
+        others = [start + (self.subgroup_row + self.result_block(i)) * stride for i in parts]
+        return lambda k: mine(k) + [
+            self.engine.load_left(self.memory, at, stride, row, k * SIZE)
+            for at in others for row in range(0, self.score_rows, height)
+        ]  # fmt: skip
 
     # -- the pass over tiles -------------------------------------------------------------------------------------------
 
@@ -235,7 +330,7 @@ class _Kernel(GradientKernel):
 
 
 class _Queries(_Kernel):
-    """dQ of a block of query rows."""
+    """dQ or dS of a block of query rows."""
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
@@ -252,9 +347,10 @@ class _Queries(_Kernel):
 
     def run(self) -> None:
         b, engine, shape, scores = self.b, self.engine, self.shape, self.scores
-        dQ = engine.tile(shape.rows, self.config.head_dim)
+        dQ = None if self.config.of == "scores" else engine.tile(shape.rows, self.result_width(0))
+        shared = shape.columns > 1
         own_row = self.row0 + self.subgroup_row
-        rows = [own_row + dQ.row(r) for r in range(engine.rows_held)]
+        rows = [own_row + engine.row(r) for r in range(engine.rows_held)]
         numbers = [self.row_numbers(self.head, row) for row in rows]
         reach, width = scores.reach_of_rows(self.row0, shape.block_q), shape.block_kv
         first, last = reach.first // width, (reach.end + (width - 1)) // width
@@ -284,23 +380,60 @@ class _Queries(_Kernel):
             number = tile_at(tiles, tile)
 
             def place(r: int, c: int) -> tuple[Value, Value]:
-                return rows[r], number * width + S.col(c)
+                return rows[r], number * width + self.score_col + S.col(c)
 
             slope = self.weigh(S, self.head, place, partial(tile), lambda r, c: numbers[r][0])
             b.comment("dS = P * (dO V^T - delta)")
             dP = self.scores_of(1, at[1])
             p = S.values()
             kept = self.kept(self.head, place, len(p), len(p[0]), "columns")
+            slope = slope if dQ is not None else None  # dS is the gradient of the modified scores
             ds = self.differentiate(p, dP.values(), lambda r, c: numbers[r][1], slope, kept)
-            factors = self.packed(ds)
+            if dQ is None:
+                fetch_next()
+                with b.if_(b.eq(self.depth_part, 0)) if shape.depth_parts > 1 else nullcontext():
+                    self.store_scores(ds, rows, number * width + self.score_col)
+                put_next()
+                return
+            if shared:
+                self._share(ds, self.ds_start)
+                b.barrier()
+            factors = self._shared_factors(self.ds_start, ds) if shared else self.packed(ds)
             fetch_next()
             b.comment("dQ = dQ + dS K")
             self.accumulate(dQ, factors, 0, at[0])
             put_next()
 
         self.pass_over((keys, values), (first, last), (body,), arrive, tiles=tiles)
-        out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
-        self.store(dQ, out, self.p.number("dq_factor", f32), 0)
+        if dQ is not None:
+            out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
+            self.store(dQ, out, self.p.number("dq_factor", f32), 0)
+
+    def store_scores(self, ds: list[list[Value]], rows: list[Value], key0: Value) -> None:
+        """Store dS of the rows and keys that exist. Rows of ``ds`` begin at multiples of a lane's run."""
+        b, engine, scores, run = self.b, self.engine, self.scores, self.engine.run
+        out, base = self.p.buffer("ds", f32, "write"), self.p.strided("ds", scores.batch, self.head)
+        step, seq_kv = self.p.number("ds_row_stride", self.index), scores.seq_kv
+        inverse = 1.0 / engine.excess  # P has it
+
+        def store(values: list[Value], start: Value, full: bool) -> None:
+            for c in range(0, len(values), run):
+                key = key0 + engine.col(c)
+                strip = [x * inverse if engine.excess > 1.0 else x for x in values[c : c + run]]
+                if full:
+                    b.store(out, start + b.cast(key, self.index), b.vector(strip) if run > 1 else strip[0])
+                    continue
+                for i, x in enumerate(strip):
+                    with b.if_(key + i < seq_kv):
+                        b.store(out, start + b.cast(key + i, self.index), x)
+
+        for row, values in zip(rows, ds, strict=True):
+            start = base + b.cast(row, self.index) * step
+            with b.if_(row < scores.seq_q):
+                with b.if_(key0 + self.own_width <= seq_kv):
+                    store(values, start, True)
+                with b.else_():
+                    store(values, start, False)
 
 
 class _Keys(_Kernel, KeysKernel):
@@ -364,7 +497,7 @@ class _Keys(_Kernel, KeysKernel):
             if config.sums or shared:
                 self._share(ds, self.ds_start, [key < end for key in keys] if plain and not full else None)
             if shared:
-                self._share(p, self.p_start)
+                self._share(p, self.p_start, by=shape.depth_parts - 1)
                 b.barrier()
             p_factors = self._shared_factors(self.p_start, p) if shared else self.packed(p)
             ds_factors = self._shared_factors(self.ds_start, ds) if shared else self.packed(ds)
@@ -377,7 +510,7 @@ class _Keys(_Kernel, KeysKernel):
             if config.sums:
                 if not (shared or shape.late_fetch):
                     b.barrier()
-                self._add_to_sums(head, row0)
+                self._pass_queries(head, row0)
 
         limits: tuple[Value, ...] = (first, last)
         bodies: tuple[Body, ...] = (body,)
@@ -395,30 +528,13 @@ class _Keys(_Kernel, KeysKernel):
             lambda tile: self.fetch_numbers(head, tile_at(tiles, tile), fetched), tiles,
         )  # fmt: skip
 
-    def _share(self, values: list[list[Value]], start: int, exist: list[Value] | None = None) -> None:
-        """Store P^T or dS^T for all subgroups, with zeros for keys that do not ``exist``. The barrier before this
-        tile's scores came after its last readers."""
-        own = start + self.score_row * self.scores_stride + self.score_col
-        self.engine.put(self.memory, own, self.scores_stride, values, "enlarged", exist)
-
-    def _shared_factors(self, start: int, values: list[list[Value]]) -> Callable[[int], list[Value]]:
-        """The subgroup's rows of P^T or dS^T as left factors, from shared memory. Rows that it has computed entirely
-        come first, from registers."""
-        stride, height = self.scores_stride, self.engine.arrangement.height
-        if self.score_rows == self.shape.rows:
-            own, rows = start + self.subgroup_row * stride, range(0, self.shape.rows, height)
-            return lambda k: [self.engine.load_left(self.memory, own, stride, row, k * SIZE) for row in rows]
-        mine, parts = self.packed(values), range(1, self.shape.columns)
-        others = [start + (self.subgroup_row + self.result_block(i)) * stride for i in parts]
-        return lambda k: mine(k) + [
-            self.engine.load_left(self.memory, at, stride, row, k * SIZE)
-            for at in others for row in range(0, self.score_rows, height)
-        ]  # fmt: skip
-
-    def _add_to_sums(self, head: Value, row0: Value) -> None:
-        """Add ``dS K`` of the block's keys to the sums of dQ. Subgroups divide the tile's rows and columns so that each
+    def _pass_queries(self, head: Value, row0: Value) -> None:
+        """Add ``dS K`` of the block's keys to dQ. Subgroups divide the tile's rows and columns so that each
         has the least to multiply, and then the least to read."""
-        b, shape, depth = self.b, self.shape, self.depths[0]
+        b, shape = self.b, self.shape
+        # Wide heads: columns past the end, which are zeros, are divided, too.
+        wide = shape.depth_parts > 1
+        depth = self.widths[0] // SIZE if wide else self.depths[0]
         blocks = shape.block_kv // SIZE
 
         def across(down: int) -> int:
@@ -428,24 +544,39 @@ class _Keys(_Kernel, KeysKernel):
             rows, cols = blocks // down, depth // across(down)
             return rows * cols, rows + cols, -down
 
-        down = min((n for n in range(1, min(blocks, shape.subgroups) + 1) if blocks % n == 0), key=cost)
+        # Subgroups with columns of K in registers have these columns of dQ.
+        most = 1 if shape.owns_in_registers else min(blocks, shape.subgroups)
+        down = min((n for n in range(1, most + 1) if blocks % n == 0), key=cost)
         part, block = divmod_const(b, self.engine.subgroup, down)
         rows, cols = blocks // down, depth // across(down)
         with b.if_(part < across(down)) if down * across(down) < shape.subgroups else nullcontext():
-            self._add_blocks(head, row0, block * (rows * SIZE), part * (cols * SIZE), rows, cols)
+            pieces = -(-rows * cols // _BLOCKS_AT_ONCE) if wide else 1
+            for i in range(pieces):
+                start, end = (cols * n // pieces for n in (i, i + 1))
+                self._put_blocks(head, row0, block * (rows * SIZE), part * (cols * SIZE), rows, (start, end))
 
-    def _add_blocks(self, head: Value, row0: Value, row: Value, col: Value, rows: int, cols: int) -> None:
-        """Add ``rows`` by ``cols`` blocks of 16 x 16 of the tile, from its ``row`` and ``col`` on."""
+    def _put_blocks(self, head: Value, row0: Value, row: Value, part: Value, rows: int, cols: tuple[int, int]) -> None:
+        """Compute ``rows`` blocks of 16 x 16 of the tile, from its ``row`` on, in the columns of blocks ``cols`` of the
+        subgroup's, which begin at ``part``."""
         engine, arrangement = self.engine, self.engine.arrangement
+        col = part + cols[0] * SIZE
         ds_start, k_start = self.ds_start + row, self.own_start[0] + col
-        tile = engine.tile(rows * SIZE, cols * SIZE)
+        tile = engine.tile(rows * SIZE, (cols[1] - cols[0]) * SIZE)
+        first = cols[0] * SIZE // arrangement.width
+
+        def right(k: int, j: int) -> Value:
+            if self.right_factors:
+                return self.right_factors[k][first + j]
+            return engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * arrangement.width)
+
         engine.multiply(
             tile,
             lambda k: [
                 engine.load_left(self.memory, ds_start, self.scores_stride, i, k * SIZE, transposed=True)
                 for i in range(0, rows * SIZE, arrangement.height)
             ],
-            lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * arrangement.width),
+            right,
             self.shape.block_q // SIZE,
         )
-        self.add_to_sums(tile, head, row0 + row, col)
+        padding = self.shape.depth_parts > 1 and self.widths[0] > self.depths[0] * SIZE
+        self.put_queries(tile, head, row0 + row, col, limited=padding)

@@ -44,7 +44,8 @@ class GradientKernel(BackwardBlock):
         by_rows, by_cols = self.shape.score_cut
         self.score_rows, self.own_width = self.shape.rows // by_rows, self.shape.block_kv // by_cols
         self.score_row = engine.subgroup * self.score_rows if by_rows > 1 else self.subgroup_row
-        self.score_col = self.part * self.own_width if by_cols > 1 else b.const(0, i32)
+        cut, self.depth_part = divmod_const(b, self.part, self.shape.depth_parts)
+        self.score_col = cut * self.own_width if by_cols > 1 else b.const(0, i32)
         dims = config.head_dim, config.value_dim
         self.depths = tuple(padded(dim, SIZE) // SIZE for dim in dims)
         self.widths = tuple(self.shape.result_columns(dim) for dim in dims)
@@ -243,9 +244,31 @@ class KeysKernel(GradientKernel):
         b, zero = self.b, self.b.const(0.0, f32)
         return [[b.select(keep, x, zero) for keep, x in zip(*row, strict=True)] for row in zip(kept, p, strict=True)]
 
-    def add_to_sums(self, tile: FragmentTile, head: Value, row: Value, col: Value, limited: bool = False) -> None:
-        """Add a tile, whose rows begin at query ``row``, to the sums of dQ; ``limited`` if it may have too many
-        columns.
+    def row_tiles(self) -> tuple[Value, Value, Value]:
+        """As for all backward kernels; but all tiles if dQ is stored, since rows that keep no key have some, too."""
+        first, last, end = super().row_tiles()
+        if self.config.one_block:
+            first, last = self.b.const(0, i32), (self.scores.seq_q + (self.block_kv - 1)) // self.block_kv
+        return first, last, end
+
+    def put_queries(self, tile: FragmentTile, head: Value, row: Value, col: Value, limited: bool = False) -> None:
+        """Store a tile of dQ, whose rows begin at query ``row``, or add it to the sums of dQ; ``limited`` if it may
+        have too many columns."""
+        if not self.config.one_block:
+            self._add_to_sums(tile, head, row, col, limited)
+            return
+        run, factor = self.engine.run, self.p.number("dq_factor", f32)
+        out = self.gradient("dq", head, self.scores.seq_q, self.config.head_dim)
+        width = (self.depths[0] + limited) * SIZE
+        for r, values in enumerate(tile.values()):
+            at = row + tile.row(r)
+            with self.b.if_(at < out.rows):
+                for c in range(0, len(values), run):
+                    strip = [x * factor for x in values[c : c + run]]
+                    out.store(self.b, at, col + tile.col(c), strip, width)
+
+    def _add_to_sums(self, tile: FragmentTile, head: Value, row: Value, col: Value, limited: bool) -> None:
+        """Add a tile to the sums of dQ.
 
         Sums lie as fragments do, so that the lanes of a subgroup add to neighbouring memory; `build_round` sorts them.
         The sums have room for rows past the end, which add zeros.

@@ -43,6 +43,8 @@ from aule.view import TensorView
 
 Shape = SimtShape | FragmentShape
 _INPUTS = ("q", "k", "v", "do")
+_LISTED = "attention.backward.mask_prepass_scores"
+"""The number of scores from which on it pays to list the tiles that a mask leaves."""
 
 
 def plan_backward(
@@ -52,7 +54,7 @@ def plan_backward(
     aligned_base: dict[str, bool] | None = None,
     shapes: tuple[Shape | None, Shape | None] | None = None,
 ) -> Plan:
-    """Plan the gradients of q, k and v on a GPU.
+    """Plan the gradients of q, k and v on a GPU, or of the scores alone if there is no view ``dq``.
 
     Parameters
     ----------
@@ -62,20 +64,33 @@ def plan_backward(
         gradient of what is added to the scores is stored there.
     aligned_base : dict, optional
         For q, k, v, o, do, mask, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
+        Rows of a ``ds`` that is alone begin at multiples of 8 elements.
     shapes : pair of SimtShape or FragmentShape, optional
         Tiles of dQ and of dK and dV, to use instead of the table's.
     """
     if math.prod(problem.out_shape[:3]) == 0 or problem.key_rows == 0:
         return Plan(())
     layout = Layout(views, aligned_base or {})
+    if "dq" not in views:
+        return _plan_scores(problem, layout, target, shapes and shapes[0])
     tiles = _choose_tiles(problem, layout, target, shapes or (None, None))
     draft = _Draft(problem, layout, target, tiles)
     draft.add_delta()
     if tiles.queries is not None:
         draft.add_gradients("queries", tiles.queries)
     draft.add_gradients("keys", tiles.keys)
-    if tiles.sums:
+    if tiles.clear:
         draft.add_rounding()
+    return Plan(tuple(draft.steps), draft.workspace, draft.scratch)
+
+
+def _plan_scores(problem: AttentionProblem, layout: Layout, target: Target, shape: Shape | None) -> Plan:
+    """Plan the gradients of what is added to the scores, without those of q, k and v."""
+    dims = problem.head_dim, problem.value_dim
+    shape = shape or _fragments(problem, target, "queries") or choose_backward_shape(target, max(dims), dims[:1])
+    draft = _Draft(problem, layout, target, _Tiles(shape, shape, 0, 0))
+    draft.add_delta()
+    draft.add_gradients("scores", shape)
     return Plan(tuple(draft.steps), draft.workspace, draft.scratch)
 
 
@@ -89,15 +104,15 @@ class _Tiles:
     keys: Shape
     """Tiles of the kernel of dK and dV."""
     queries: Shape | None
-    """Tiles of the kernel of dQ; None if the kernel of dK and dV sums dQ."""
-    row_tiles: int
+    """Tiles of the kernel of dQ; None if the kernel of dK and dV computes dQ, too."""
+    row_tiles: int = 0
     """Tiles of the sums of one head's dQ."""
-    clear: int
-    """Elements of all sums of dQ, which are cleared first."""
+    clear: int = 0
+    """Elements of all sums of dQ, which are cleared first; none if one block has all keys."""
 
     @property
     def sums(self) -> bool:
-        """Whether the kernel of dK and dV sums dQ."""
+        """Whether the kernel of dK and dV computes dQ, too."""
         return self.queries is None
 
 
@@ -108,9 +123,14 @@ def _choose_tiles(
     adds = not scores and _can_add(problem, target)
     queries, keys = given
     in_runs = layout.aligned(_INPUTS, RUN)
-    if all(in_runs) if problem.rope is None else can_rotate_before(problem) and all(in_runs[2:]):
-        # Assembling rows in registers takes more of them than this kernel has.
+    copied = all(in_runs) if problem.rope is None else can_rotate_before(problem) and all(in_runs[2:])
+    # Assembling rows in registers takes more of them than this kernel has; two launches list what a mask leaves.
+    if copied and (problem.mask is None or problem.scores >= tuning.number(target, _LISTED)):
         keys = keys or choose_backward_warpgroups(target, problem.dtype, *dims)
+    if not (any(given) or scores):
+        alone = keys or _fragments(problem, target, "sums")
+        if alone is not None and _one_block(problem, target, alone):
+            return _Tiles(alone, None)
     keys = keys or _fragments(problem, target, "sums" if adds else "keys")
     keys = keys or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
     row_tiles, tile_size = _sums_of_head(problem, keys)
@@ -119,7 +139,16 @@ def _choose_tiles(
         return _Tiles(keys, None, row_tiles, clear)
     if queries is None and not scores:
         queries = _fragments(problem, target, "queries")
-    return _Tiles(keys, queries or choose_backward_shape(target, max(dims), dims[:1]), row_tiles, clear)
+    return _Tiles(keys, queries or choose_backward_shape(target, max(dims), dims[:1]))
+
+
+def _one_block(problem: AttentionProblem, target: Target, shape: Shape) -> bool:
+    """Whether one block has all keys and can store dQ: all rows of tiles are visited, and none is rotated back."""
+    if not isinstance(shape, FragmentShape) or problem.seq_kv > shape.block_q:
+        return False
+    listed = lists_function(problem) or (shape.warpgroups and problem.mask is not None)
+    plain = not listed and problem.rope is None and problem.packed is None
+    return plain and _fits_sums(problem, target, shape)
 
 
 def _fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
@@ -198,15 +227,15 @@ class _Draft:
         run = RUN if problem.dtype != "f32" and all(self.layout.aligned(results, RUN)) else QUAD
         config = DeltaConfig(
             problem.dtype, problem.value_dim, threads, together, self.layout.unit(results),
-            self.layout.aligned(results, run), self.index64, self.tiles.sums, run, "dlse" in self.layout.views,
+            self.layout.aligned(results, run), self.index64, self.tiles.clear > 0, run, "dlse" in self.layout.views,
         )  # fmt: skip
         blocks = -(-self.rows * together // threads)
         self._add(config, build_delta, blocks, self.scalars | row_scalars(problem))
 
-    def add_gradients(self, of: Literal["queries", "keys"], shape: Shape) -> None:
-        """Add the step of dQ, or that of dK and dV, and the steps before it."""
+    def add_gradients(self, of: Literal["queries", "keys", "scores"], shape: Shape) -> None:
+        """Add the step of dQ, that of dK and dV, or that of dS, and the steps before it."""
         problem = self.problem
-        heads, length = (problem.heads_q, problem.seq_q) if of == "queries" else (problem.heads_kv, problem.seq_kv)
+        heads, length = (problem.heads_kv, problem.seq_kv) if of == "keys" else (problem.heads_q, problem.seq_q)
         each = -(-length // shape.block_q)
         blocks = each * problem.batch * heads
         on_units = isinstance(shape, FragmentShape)
@@ -220,7 +249,7 @@ class _Draft:
         if isinstance(shape, FragmentShape):
             self._add_on_units(kernel, shape, blocks)
         else:
-            config = BackwardConfig(**kernel.options, scores=of == "queries" and "ds" in self.layout.views)
+            config = BackwardConfig(**kernel.options, scores=of != "keys" and "ds" in self.layout.views)
             self._add(config, build_backward, blocks, kernel.scalars)
 
     def _add_on_units(self, kernel: _Kernel, shape: FragmentShape, blocks: int) -> None:
@@ -232,7 +261,8 @@ class _Draft:
             self._use(
                 kernel, mask_prepass(problem, mask, shape, self.target, True, kernel.options, self.scalars, aligned)
             )
-        config = FragmentBackwardConfig(**kernel.options, folded=folded(problem))
+        one_block = self.tiles.sums and not self.tiles.clear
+        config = FragmentBackwardConfig(**kernel.options, folded=folded(problem), one_block=one_block)
         split = self._split(config, shape, blocks)
         if split is not None:
             config, blocks = replace(config, shared_blocks=True), split.workgroups

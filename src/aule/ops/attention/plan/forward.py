@@ -34,6 +34,9 @@ from aule.tile.simt.shape import SimtShape
 from aule.tuning import model
 from aule.view import TensorView
 
+_LISTED = "attention.forward.mask_prepass_scores"
+"""The number of scores from which on it pays to list the tiles that a mask leaves."""
+
 Shape = SimtShape | FragmentShape
 Config = ForwardConfig | FragmentConfig
 
@@ -134,10 +137,8 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
             raise refused(problem, target)
         return rounded
     found: FragmentShape | None = None
-    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
     copied = all(in_runs) if problem.rope is None else can_rotate_before(problem) and in_runs[2]
-    # From so many scores on, two launches that classify the mask's tiles pay off.
-    if copied and (problem.mask is None or scores >= tuning.number(target, "attention.forward.mask_prepass_scores")):
+    if copied and (problem.mask is None or problem.scores >= tuning.number(target, _LISTED)):
         lengths = _unmodified_length(problem), problem.seq_kv
         found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), *lengths, _stays(problem))
     if found is None and rotates_runs(problem):

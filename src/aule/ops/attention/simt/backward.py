@@ -39,10 +39,10 @@ from aule.tile.simt.staging import Chunk, Stager
 
 
 def build_backward(config: BackwardConfig, target: Target) -> KernelIR:
-    """Trace the kernel of dQ, or that of dK and dV."""
+    """Trace the kernel of dQ, that of dK and dV, or that of dS."""
     name = f"flash_attention_backward_{config.of}"
     b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers, arithmetic="quick")
-    kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
+    kernel = (_Keys if config.of == "keys" else _Queries)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
@@ -247,7 +247,7 @@ class _Kernel(BackwardBlock):
 
 
 class _Queries(_Kernel):
-    """dQ of a block of query rows."""
+    """dQ or dS of a block of query rows."""
 
     def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
@@ -257,7 +257,7 @@ class _Queries(_Kernel):
         self.k = self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2)
         self.do = self.matrix("do", self.head, scores.seq_q, config.value_dim, 3)
-        self.dq = self.gradient("dq", self.head, scores.seq_q, config.head_dim)
+        self.dq = None if config.of == "scores" else self.gradient("dq", self.head, scores.seq_q, config.head_dim)
 
     def run(self) -> None:
         b, engine, shape, scores, row0 = self.b, self.engine, self.shape, self.scores, self.row0
@@ -301,18 +301,22 @@ class _Queries(_Kernel):
             slope = self.weigh(S, self.head, place, partial, lambda r, c: numbers[r][0])
             b.comment("dS = P * (dO V^T - delta)")
             dP.fill(zero)
-            self.run_phase(weight, lambda: result.fetch(first_chunk))
-            store_ds = self._ds_store(S, key0) if self.config.scores else None
-            kept = self.kept(self.head, place, S.strip, transposed=False)
-            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, kept, store_ds)
-            b.comment("dQ = dQ + dS K")
-            engine.store_p(S, dP.values())
 
             def next_tile() -> None:
                 products(tile_at(tiles, place_in_order + 1))[0].fetch(first_chunk)
 
-            self.run_phase(result, next_tile)
-        self.store(dQ, self.dq, row0, self.p.number("dq_factor", f32))
+            self.run_phase(weight, next_tile if self.dq is None else lambda: result.fetch(first_chunk))
+            store_ds = self._ds_store(S, key0) if self.config.scores else None
+            kept = self.kept(self.head, place, S.strip, transposed=False)
+            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, kept, store_ds)
+            if self.dq is not None:
+                b.comment("dQ = dQ + dS K")
+                engine.store_p(S, dP.values())
+                self.run_phase(result, next_tile)
+        if self.dq is None:
+            b.barrier()  # as at the end of `store`
+        else:
+            self.store(dQ, self.dq, row0, self.p.number("dq_factor", f32))
 
     def _ds_store(self, S: RegisterTile, key0: Value) -> Callable[[Value, int, int], None]:
         """A function that stores dS of the rows and keys that exist."""

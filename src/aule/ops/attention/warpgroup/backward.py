@@ -317,7 +317,7 @@ class _Keys(KeysKernel, ABC):
 
     def _add_queries(self, head_pass: _Pass, tile: Value) -> None:
         row = head_pass.number(tile) * self.shape.block_kv + self.dq_row + (self.engine.subgroup & 3) * SIZE
-        self.add_to_sums(self.dQ, head_pass.head, row, self.dq_col, self.limited)
+        self.put_queries(self.dQ, head_pass.head, row, self.dq_col, self.limited)
 
 
 class _Narrow(_Keys):

@@ -134,6 +134,11 @@ class ScoreFunction:
         return divisor is not None and divisor.op == "literal" and abs(float(divisor.value or 0)) >= 2.0**-20
 
     @property
+    def work(self) -> str:
+        """The type of scores."""
+        return next((node.dtype for node in self.nodes if node.op == "score"), "f32")
+
+    @property
     def is_one(self) -> bool:
         """Whether the first result is the number 1."""
         first = self.nodes[self.results[0]]
@@ -166,8 +171,7 @@ class Graph:
         """A graph that begins with a function's nodes, under their numbers."""
         graph = Graph(nodes=list(function.nodes), arrays=list(function.arrays), numbers=list(function.numbers))
         graph._known = {_key(node): i for i, node in enumerate(function.nodes)}
-        scores = [node.dtype for node in function.nodes if node.op == "score"]
-        graph.work = scores[0] if scores else "f32"
+        graph.work = function.work
         return graph
 
     def finish(self, results: Iterable[int]) -> ScoreFunction:
@@ -189,22 +193,22 @@ class Graph:
 
     def input(self, name: str) -> int:
         """One of the values that the function is called with."""
-        return self._add(name, (), self.work if name == "score" else INPUTS[name])
+        return self.add(name, (), self.work if name == "score" else INPUTS[name])
 
     def literal(self, value: float | int | bool, dtype: str | None = None) -> int:
         """A constant of the kernel."""
         if dtype is None:
             dtype = "bool" if isinstance(value, bool) else "i32" if isinstance(value, int) else self.work
         if is_float(dtype):
-            return self._add("literal", (), dtype, float(value))
+            return self.add("literal", (), dtype, float(value))
         if dtype != "bool" and not -(2**31) <= value < 2**31:
             dtype = "i64"
-        return self._add("literal", (), dtype, bool(value) if dtype == "bool" else int(value))
+        return self.add("literal", (), dtype, bool(value) if dtype == "bool" else int(value))
 
     def number(self, dtype: str) -> int:
         """A further captured number, whose value is an operand of the kernel."""
         self.numbers.append(dtype)
-        return self._add("number", (), dtype, len(self.numbers) - 1)
+        return self.add("number", (), dtype, len(self.numbers) - 1)
 
     def array(self, dtype: str, rank: int) -> int:
         """Declare a captured array; returns the number that `load` takes."""
@@ -220,7 +224,7 @@ class Graph:
         """An element of a captured array, one index for each axis."""
         at = tuple(self.cast(i, "i32") if self.dtype(i) == "bool" else i for i in indices)
         assert len(at) == self.arrays[array].rank and not any(is_float(self.dtype(i)) for i in at)
-        return self._add("load", at, _LOADED[self.arrays[array].dtype], array)
+        return self.add("load", at, _LOADED[self.arrays[array].dtype], array)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +240,7 @@ class Graph:
             )
         if dtype == "bool":
             return self.compare("ne", x, self.literal(0, node.dtype))
-        return self._add("cast", (x,), dtype)
+        return self.add("cast", (x,), dtype)
 
     def together(self, *values: int) -> tuple[int, ...]:
         """Values converted to one type, that of highest rank."""
@@ -280,7 +284,7 @@ class Graph:
         known = self.nodes[condition]
         if known.op == "literal" or yes == no:
             return yes if known.value or yes == no else no
-        return self._add("where", (condition, yes, no), self.dtype(yes))
+        return self.add("where", (condition, yes, no), self.dtype(yes))
 
     def _simplified(self, op: str, x: int, y: int) -> int | None:
         """The result of an operation with 0 or 1, where it is one of its operands."""
@@ -302,9 +306,10 @@ class Graph:
 
             found = apply(op, [node.value for node in known], [node.dtype for node in known]).item()
             return self.literal(found, dtype)
-        return self._add(op, args, dtype)
+        return self.add(op, args, dtype)
 
-    def _add(self, op: str, args: tuple[int, ...], dtype: str, value: float | int | bool | None = None) -> int:
+    def add(self, op: str, args: tuple[int, ...], dtype: str, value: float | int | bool | None = None) -> int:
+        """A node as it stands, without promotion or simplification."""
         node = Node(op, args, dtype, value)
         found = self._known.setdefault(_key(node), len(self.nodes))
         if found == len(self.nodes):
