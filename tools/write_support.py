@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "support.md", ROOT / "README.md"
 BEGIN, END = "<!-- support -->", "<!-- /support -->"
-SHOWN = {"run": "✓", "part": "partly", "compiled": "○", "no": "–"}
+SHOWN = {"run": "✓", "part": "partly", "stand-in": "○", "no": "–"}
 MODEL_WAYS = {
     "aule": '`attn_implementation="aule"`',
     "cache": "`AuleCache`",
@@ -38,8 +38,8 @@ hide: [toc]
 How far each feature was checked on each backend, as of {date}.
 
 - **✓**: executed on a device of this kind, and compared with the float64 reference.
-- **○**: compiled only: the code is generated and a compiler accepts it, but no such device has run it. Metal's and
-  HIP's code runs on the CPU through stand-ins, and its results are compared; no Apple or AMD device has run it.
+- **○**: compiled and executed on a stand-in, which runs the same source on the CPU. Results are compared in the same
+  way. No AMD device (HIP) and no Apple device (Metal) has run it.
 - **–**: not supported. The call raises an error, or works without it: on other arithmetic units, or with a copy.
 
 The tests allow an error of 1e-5 of the largest output in float32. In float16 and bfloat16 they allow twice the error of
@@ -104,7 +104,7 @@ def features(data: dict[str, Any]) -> str:
 def backends(data: dict[str, Any]) -> str:
     keys = ("name", "language", "run", "compiled")
     rows = [[backend[key] or "–" for key in keys] for backend in data["backends"]]
-    return table(["backend", "language", "run on", "compiled only for"], rows)
+    return table(["backend", "language", "run on", "compiled for"], rows)
 
 
 def integrations(data: dict[str, Any]) -> str:
@@ -141,7 +141,10 @@ def readme_table(data: dict[str, Any]) -> str:
         together = [set(column) for column in zip(*marks, strict=True)]
         rows.append([text, *(SHOWN[column.pop() if len(column) == 1 else "part"] for column in together)])
     rows.append(["*run on*", *(f"*{backend['short']}*" for backend in data["backends"])])
-    legend = "✓ executed and compared with float64; ○ compiled only, never run on such a device; – not supported\n"
+    legend = (
+        "✓ executed and compared with float64; ○ compiled and executed on a stand-in; no AMD or Apple device\n"
+        "has run it; – not supported\n"
+    )
     return table(["", *names], rows) + "\n" + legend
 
 

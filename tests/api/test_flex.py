@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -242,6 +243,11 @@ def test_blocks_of_pytorch_decide() -> None:
     made.full_kv_num_blocks[:] = 0
     expected = plain(q, k, v, Case(None, lambda b, h, q, k: (kinds[q // 12, k // 16] == 1) & (q >= k)))[0]
     close(aule.flex_attention(q, k, v, None, made), expected, torch.float32)
+    made.full_kv_num_blocks = made.full_kv_num_blocks.clone()
+    aule.flex_attention(q, k, v, None, made)
+    seen = weakref.ref(made.full_kv_num_blocks)
+    made.full_kv_num_blocks = full_counts.int()
+    assert seen() is not None, "a new tensor could have its id"
     with pytest.raises(RuntimeError, match="Cannot use mask_mod from a sliced BlockMask"):
         aule.flex_attention(q[:, :, :12], k, v, None, made[:, :, 0])
 

@@ -125,10 +125,20 @@ def test_autograd_learns_of_written_tensors() -> None:
     aule.launch(bias_gelu, 1, y, torch.zeros(64), 64, 64, backend="numpy")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.backward()
+    leaf = torch.zeros(64, requires_grad=True)
+    with pytest.raises(aule.AuleError, match=r"\[launch\] expected tensors that need no gradient, .* write to x"):
+        aule.launch(bias_gelu, 1, leaf, torch.zeros(64), 64, 64, backend="numpy")
+    with torch.no_grad():
+        aule.launch(bias_gelu, 1, leaf, torch.zeros(64), 64, 64, backend="numpy")
 
 
 ARRAY = np.zeros(8, np.float32)
-READ_ONLY = np.broadcast_to(ARRAY[:1], (8,))
+LARGE = np.zeros(8, np.float32)
+
+
+@aule.kernel(workgroup=1, x="read", y="read", out="write")
+def both(b: Builder, x: Any, y: Any, out: Any) -> None:
+    b.store(out, 0, b.load(x, 0) + b.load(y, 0))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +167,16 @@ READ_ONLY = np.broadcast_to(ARRAY[:1], (8,))
             lambda: aule.launch(total, 1, ARRAY, np.ones(8, np.float32), ARRAY),
             InvalidArgumentError,
             "a number for n, got an array",
+        ),
+        (
+            lambda: aule.launch(total, 1, ARRAY, np.ones(8, np.float32), 1.5),
+            InvalidArgumentError,
+            r"expected a whole number, int32, for n, got 1\.5",
+        ),
+        (
+            lambda: aule.launch(both, 1, LARGE, LARGE[1:2], LARGE[4:6]),
+            InvalidArgumentError,
+            "got x and out in the same memory",
         ),
         (lambda: aule.launch(total, "1", ARRAY, ARRAY, 8), InvalidArgumentError, "a grid of one to three numbers"),
         (lambda: aule.launch(total, (1, 2, 3, 4), ARRAY, ARRAY, 8), InvalidArgumentError, "a grid of one to three"),

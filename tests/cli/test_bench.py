@@ -59,9 +59,25 @@ def test_a_device_without_pytorch(
     monkeypatch.setattr(DeviceBench, "_attention", lambda self: sizes)
     assert main(["bench", "--quick", "--backend", backend, "--json", "-"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    assert [r["group"] for r in results] == 2 * ["forward", "backward"] and all(r["rate"] > 0 for r in results)
-    assert main(["bench", "--backend", backend, "--only", "rows"]) == 2
-    assert "without PyTorch's tensors on it" in capsys.readouterr().err
+    groups = [*2 * ["forward", "backward"], *2 * ["decode"], *8 * ["rows"]]
+    assert [r["group"] for r in results] == groups and all(r["rate"] > 0 for r in results)
+
+
+@pytest.mark.parametrize("group", ["backward", "decode", "rows"])
+def test_a_wrong_result_of_a_device_is_not_timed(
+    group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need("vulkan")
+    from aule.api.context import Tensor
+    from aule.cli import _measure_device
+
+    sizes = [Attention(1, 2, 2, 64, 64, 64, True, "float32")]
+    monkeypatch.setattr(_measure_device.DeviceBench, "_attention", lambda self: sizes)
+    monkeypatch.setattr(_measure_device, "race", lambda *args: pytest.fail("it was timed"))
+    right = Tensor.download
+    monkeypatch.setattr(Tensor, "download", lambda self: right(self) * 1.001)
+    assert main(["bench", "--quick", "--backend", "vulkan", "--only", group]) == 2
+    assert f"for {group} " in capsys.readouterr().err
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +106,7 @@ def test_the_best_peer_counts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "forwards"], "expected --only with some of forward, backward, decode, rows, got forwards"),
+        (["--only", "forwards"], "expected --only with some of forward, backward, decode, rows, got 'forwards'"),
         (
             ["--json", "no/such/folder/a.json"],
             "expected a file that can be written, got no/such/folder/a.json (No such",

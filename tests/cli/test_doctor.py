@@ -128,6 +128,12 @@ def test_pytorch_elsewhere() -> None:
     driver = findings(gpus=("amd",))["hip"]  # beside Vulkan, no problem
     assert driver.status == "missing" and "ROCm" in driver.remedy and "hip" not in findings()
     assert findings(torch=BUILD | {"hip": "6.4"})["build"].status == "problem"
+    runs = {"available": True, "archs": ["gfx1100"], "gpus": [["RX 7900 XTX", 11, 0]]}
+    without = findings(torch=BUILD | {"hip": "6.4"}, torch_runs=runs, errors={"hip": "[hip] expected hiprtc"})
+    assert (without["hip"].status, without["build"].status) == ("missing", "problem")
+    assert "copies them through the host: [hip] expected hiprtc" in without["build"].text
+    with_it = findings(torch=BUILD | {"hip": "6.4"}, torch_runs=runs, devices={"hip": [("RX 7900 XTX", False)]})
+    assert (with_it["hip"].status, with_it["build"].status) == ("ok", "ok")
     assert "ROCm" not in findings()["build"].text + findings()["build"].remedy
 
 

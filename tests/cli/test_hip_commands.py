@@ -112,12 +112,14 @@ def test_tune(libraries: Libraries, capsys: pytest.CaptureFixture[str], monkeypa
 def test_bench(libraries: Libraries, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_measure, "_SECONDS", 0.0)
     monkeypatch.setattr(bench, "QUICK_ROUNDS", 1)
-    sizes = [Attention(1, 2, 2, 64, 64, 64, True, dtype) for dtype in ("float32", "float16")]
+    sizes = [Attention(1, 2, 2, 64, 64, 64, True, "float16")]
     monkeypatch.setattr(DeviceBench, "_attention", lambda self: sizes)
+    monkeypatch.setattr(DeviceBench, "_decode", lambda self: [Attention(1, 4, 1, 1, 64, 64, False, "float16")])
+    monkeypatch.setattr(DeviceBench, "_row_operations", lambda self: [("rms_norm", "float32", 4)])
     assert main(["bench", "--quick", "--backend", "hip:1", "--json", "-"]) == 0
     told = answer(capsys)
     assert (told["device"], told["name"], told["torch"]) == ("hip:1", "Stand-in gfx942", None)
-    assert [r["group"] for r in told["results"]] == 2 * ["forward", "backward"]
+    assert [r["group"] for r in told["results"]] == ["forward", "backward", "decode", "rows"]
     assert all(r["rate"] > 0 for r in told["results"]) and counted(libraries) >= 8
 
 

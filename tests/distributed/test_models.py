@@ -145,7 +145,7 @@ def decoding(options: dict[str, Any], seq_q: int) -> float:
     keys, values = (torch.randn(2, 2, int(total.max()), 16) for _ in range(2))
     given = dict(options)
     if "alibi_slopes" in given:
-        given["alibi_slopes"] = torch.rand(4)
+        given["alibi_slopes"] = torch.rand(given["alibi_slopes"])
     if "sinks" in given:
         given["sinks"] = torch.randn(4)
     with in_turn():
@@ -162,7 +162,8 @@ def decoding(options: dict[str, Any], seq_q: int) -> float:
 def test_decoding_over_a_split_cache(worlds: Callable[[int], World]) -> None:
     cases: tuple[tuple[dict[str, Any], int], ...] = (
         ({"sinks": True, "softcap": 2.0}, 1),
-        ({"alibi_slopes": True, "window": 6}, 3),
+        ({"alibi_slopes": (4,), "window": 6}, 3),
+        ({"alibi_slopes": (2, 4), "window": 9}, 2),
     )
     for options, seq_q in cases:
         found = worlds(4).run(decoding, options, seq_q)

@@ -18,6 +18,7 @@ import test_forward
 import test_fused
 import test_kvcache
 import test_rope
+import test_score_functions
 import test_varlen
 from rope_cases import judge as judge_rope
 
@@ -99,6 +100,11 @@ def test_gradient_grid(arch: str, number: int) -> None:
 def test_decoding(arch: str, name: str) -> None:
     case = next(case for case in test_decode.CASES if case.id == name)
     test_decode.test_cases(need(arch), case)
+
+
+@pytest.mark.parametrize(("arch", "seed"), [("gfx942", 5)])
+def test_functions_of_scores(arch: str, seed: int) -> None:
+    test_score_functions.check(need(arch), seed)
 
 
 @pytest.mark.parametrize(("arch", "number"), [("gfx942", 3)])

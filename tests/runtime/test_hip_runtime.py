@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -149,6 +150,9 @@ def test_names_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [os.path.basename(p) for p in runtime if ours in p] == ["amdhip64_7.dll", "amdhip64_6.dll"]
     assert [os.path.basename(p) for p in compiler if ours in p] == ["hiprtc0604.dll"]
     assert runtime[-4:] == ["amdhip64_7.dll", "amdhip64_6.dll", "amdhip64_5.dll", "amdhip64.dll"]
+    monkeypatch.delenv("HIP_PATH")
+    monkeypatch.setenv("PATH", os.pathsep.join(["", ours]))
+    assert os.path.join(ours, "hiprtc0604.dll") in _hip_library.candidates("hiprtc"), "the loader cannot list names"
 
 
 @needs_compiler
@@ -182,6 +186,17 @@ class TestDevices:
         with pytest.raises(BackendUnavailableError, match="HIP_VISIBLE_DEVICES"):
             libraries.devices()
         libraries.runtime.standin_devices(8)
+
+    def test_without_the_compiler(self, libraries: Libraries, tmp_path: Path) -> None:
+        shutil.copy(Path(libraries.folder, "libamdhip64.so"), tmp_path)
+        with pytest.raises(BackendUnavailableError, match="expected AMD's compiler hiprtc beside its HIP library, got"):
+            hip.devices(str(tmp_path))
+
+    def test_old_versions_are_refused(self, libraries: Libraries, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_hip_driver, "OLDEST", 60400000)
+        monkeypatch.setattr(_hip_driver, "_drivers", {})
+        with pytest.raises(BackendUnavailableError, match=r"expected ROCm 6 or later, .* got 6\.3\.42131"):
+            libraries.devices()
 
     def test_probe_fails(self, libraries: Libraries) -> None:
         libraries.fail("hipGetDeviceProperties", 1)

@@ -134,7 +134,7 @@ def launch(kernel: KernelIR | Kernel, grid: int | Sequence[int], *args: Any, bac
         Number of workgroups along up to three axes.
     *args
         One for each parameter: NumPy arrays or torch tensors, C-contiguous and of the buffer's element type, and
-        numbers. Arrays must not overlap where one of them is written.
+        numbers. Arrays must not overlap where one of them is written. Gradients are not recorded.
     backend : str, optional
         As in `aule.flash_attention`; ``"numpy"`` interprets the kernel. CUDA tensors are used in place, on the current
         stream; the call does not wait for them. Arrays in host memory go to the best device, and are finished on

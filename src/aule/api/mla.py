@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _OP = "mla_decode"
+_LARGEST = 2**31 - 1
 
 
 @overload
@@ -172,12 +173,14 @@ def _keys_first(indices: Any) -> tuple[Any, Any]:
     if hasattr(indices, "is_floating_point"):  # a torch tensor, which stays on its device
         if indices.is_floating_point():
             raise _no_integers(indices)
-        ordered = indices.sort(-1, descending=True).values
-        return ordered.int(), (ordered >= 0).sum(-1).int()
+        ordered = indices.long().sort(-1, descending=True).values
+        return ordered.clamp(max=_LARGEST).int(), (ordered >= 0).sum(-1).int()
     numbers = np.asarray(indices)
     if numbers.dtype.kind not in "iu":
         raise _no_integers(numbers)
     numbers = np.sort(numbers, axis=-1)[:, ::-1]
+    if numbers.dtype.itemsize > 2:  # larger ones must not wrap round to places of the pool
+        numbers = np.minimum(numbers, _LARGEST)
     return numbers.astype(np.int32), (numbers >= 0).sum(-1, dtype=np.int32)
 
 

@@ -109,7 +109,7 @@ def _drivers(facts: Facts) -> Iterator[Finding]:
         yield Finding("drivers", path, PROBLEM, "this user may not open the GPU's device file", remedy)
     if "cuda" in facts.devices or "nvidia" in facts.gpus:
         yield _driver(facts, "cuda", _nvidia_remedy(facts))
-    if "hip" in facts.devices or "amd" in facts.gpus:
+    if "hip" in facts.devices or "amd" in facts.gpus or (facts.torch or {}).get("hip"):
         yield _driver(facts, "hip", f"for ROCm tensors in place, {_TORCH_SITE}")
     if facts.platform == "darwin":
         yield _driver(facts, "metal", _extra("metal"))
@@ -193,6 +193,10 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "PyTorch", "build", PROBLEM, f"{name}, but it finds no AMD GPU", f"install ROCm, or {_TORCH_SITE}"
         )
+    elif build["hip"] and "hip" not in facts.devices:
+        text = f"{name}, but aule cannot use its tensors in place and copies them through the host"
+        reason = facts.errors.get("hip", "no device")
+        yield Finding("PyTorch", "build", PROBLEM, f"{text}: {reason}", f"for one with its libraries, {_TORCH_SITE}")
     else:
         yield Finding("PyTorch", "build", OK, name)
 

@@ -13,18 +13,21 @@ from aule.kernels import AttentionKernel
 from aule.ops.attention.validate import attention_problem
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.decode.validate import decode_problem
+from aule.ops.kvcache.plan import plan_append
+from aule.ops.kvcache.problem import append_problem
 from aule.ops.shared.plan import Plan
 from aule.ops.shared.spec import OpSpec
 from aule.target import Target
 from aule.tile.fragment.engine import multiplies
 from aule.view import TensorView, contiguous_strides
 
-ATTENTION, DECODE = "flash_attention", "decode_attention"
+ATTENTION, DECODE, APPEND = "flash_attention", "decode_attention", "kvcache_append"
 ALIASES = {"attention": ATTENTION, "decode": DECODE}
 
 _MORE = {
     ATTENTION: "attention of many queries",
     DECODE: "attention of one new token over a cache of keys and values",
+    APPEND: "KVCache.append: keys and values of new tokens into pages of a cache",
     "rms_norm": "RMSNorm",
     "layer_norm": "LayerNorm",
     "residual_rms_norm": "adds a residual, then RMSNorm",
@@ -39,23 +42,24 @@ _MORE = {
 }
 """What an op does, for ``--list``."""
 
-OPS: tuple[str, ...] = (ATTENTION, DECODE, *CATALOGUE)
+_HEADS = frozenset({"seq_len", "head_dim", "heads"})
+OPS: tuple[str, ...] = (ATTENTION, DECODE, APPEND, *CATALOGUE)
 """All ops that can be shown."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and options of the arrays; row operations have ``rows`` and ``columns``, all others the rest."""
+    """Sizes and options of the arrays; `sizes_of` says which ones an op has."""
 
     dtype: str
-    seq_len: int
-    head_dim: int
-    heads: int
-    kv_heads: int | None
-    causal: bool
-    tiles: tuple[int, int] | None
-    rows: int
-    columns: int
+    seq_len: int = 1024
+    head_dim: int = 64
+    heads: int = 1
+    kv_heads: int | None = None
+    causal: bool = False
+    tiles: tuple[int, int] | None = None
+    rows: int = 1024
+    columns: int = 4096
 
 
 def directions(op: str) -> tuple[str, ...]:
@@ -63,6 +67,17 @@ def directions(op: str) -> tuple[str, ...]:
     if op == ATTENTION or (op in CATALOGUE and CATALOGUE[op].gradient is not None):
         return ("forward", "backward")
     return ("forward",)
+
+
+def sizes_of(op: str) -> frozenset[str]:
+    """The fields of `Sizes` that an op has."""
+    if op == ATTENTION:
+        return _HEADS | {"kv_heads", "causal", "tiles"}
+    if op == DECODE:
+        return _HEADS | {"kv_heads"}
+    if op == APPEND or "rope" in op:
+        return _HEADS
+    return frozenset({"rows", "columns"} | ({"causal"} if op == "softmax_dropout" else set()))
 
 
 def about(op: str) -> str:
@@ -88,8 +103,8 @@ def launches(op: str, direction: str, sizes: Sizes, target: Target) -> list[Laun
         )
     if op in CATALOGUE:
         return _of(_rows(CATALOGUE[op], direction, sizes, target), target)
-    if op == DECODE:
-        return _of(_decode(sizes, target), target)
+    if op in (DECODE, APPEND):
+        return _of((_decode if op == DECODE else _append)(sizes, target), target)
     # The kernel object checks the sizes of both directions. As in a call, half precision takes matrix units.
     kernel = AttentionKernel(
         sizes.seq_len, sizes.head_dim, num_heads=sizes.heads, num_kv_heads=sizes.kv_heads, causal=sizes.causal,
@@ -126,6 +141,14 @@ def _decode(sizes: Sizes, target: Target) -> Plan:
     problem, operands = decode_problem(DECODE, q, kv, kv)
     views = decode_views(operands, q)
     return cpu.plan_decode(problem, views, target) if target.backend == "cpu" else plan_decode(problem, views, target)
+
+
+def _append(sizes: Sizes, target: Target) -> Plan:
+    """Of ``seq_len`` tokens, into pages of 16."""
+    rows = _view(sizes.dtype, 1, sizes.seq_len, sizes.heads, sizes.head_dim)
+    pages = _view(sizes.dtype, -(-sizes.seq_len // 16), 16, sizes.heads, sizes.head_dim)
+    views = {"k": rows, "v": rows, "k_cache": pages, "v_cache": pages, "places": _view("i32", 2, sizes.seq_len)}
+    return plan_append(append_problem(APPEND, views), views, target)
 
 
 def _heads(sizes: Sizes, queries: int) -> tuple[TensorView, TensorView]:

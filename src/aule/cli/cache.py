@@ -14,7 +14,7 @@ from aule.store.folder import Untrusted
 
 _KINDS = {
     "kernels": "generated kernels",
-    "objects": "kernels compiled for the CPU",
+    "objects": "kernels compiled for the CPU, or through HIP",
     "vulkan": "kernels compiled by Vulkan drivers",
     "tuned": "what `aule tune` measured",
     "refused": "kernels that a driver refused, to look at",

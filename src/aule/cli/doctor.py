@@ -71,4 +71,8 @@ def _report(findings: list[Finding]) -> Iterator[str]:
         if finding.remedy:
             yield f"  {'':8} {'':{width}}  -> {finding.remedy}"
     counts = {status: sum(finding.status == status for finding in findings) for status in (PROBLEM, MISSING)}
-    yield f"\n{counts[PROBLEM]} problems; {counts[MISSING]} optional parts missing"
+    yield f"\n{_count(counts[PROBLEM], 'problem')}; {_count(counts[MISSING], 'optional part')} missing"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

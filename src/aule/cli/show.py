@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from aule import settings
 from aule.api.info import table
 from aule.backends import registry
-from aule.cli._launches import ALIASES, OPS, Sizes, about, directions, launches
+from aule.cli._launches import ALIASES, OPS, Sizes, about, directions, launches, sizes_of
 from aule.codegen import TARGETS, generate, target_for, with_arch
 from aule.engine.probe import find_layout
 from aule.errors import InvalidArgumentError
@@ -32,6 +33,8 @@ LANGUAGES: dict[str, str] = {
 """What ``--language`` takes. Backends' names are understood too."""
 _DEFAULT_LANGUAGE = "ptx"
 _COMMENTS = {"llvm": ";", NATIVE: "#", IR: "#"}
+_ARCHS = {"cuda": "as sm_90, from sm_60 on", "hip": "as gfx942, from gfx900 to gfx12"}
+"""What ``--arch`` takes, by backend."""
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "f32": "f32", "f16": "f16", "bf16": "bf16"}
 
 
@@ -47,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", metavar="NAME", help="instruction set, as 'sm_90' for ptx or 'gfx942' for hip")
     parser.add_argument("--launch", type=int, metavar="N", help="only the N-th of an operation's launches, from 1")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="float32", help="element type (default float32)")
-    parser.add_argument("--seq-len", type=int, default=1024, metavar="N", help="queries and keys (default 1024)")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="N", help="head dimension (default 64)")
-    parser.add_argument("--heads", type=int, default=1, metavar="N", help="query heads (default 1)")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="queries and keys, or tokens (default 1024)")
+    parser.add_argument("--head-dim", type=int, metavar="N", help="head dimension (default 64)")
+    parser.add_argument("--heads", type=int, metavar="N", help="heads of queries, or of a cache (default 1)")
     parser.add_argument("--kv-heads", type=int, metavar="N", help="key and value heads (default: as query heads)")
-    parser.add_argument("--causal", action="store_true", help="row i attends to keys 0..i")
+    parser.add_argument("--causal", action="store_true", default=None, help="row i attends to keys 0..i")
     parser.add_argument("--tiles", metavar="QxKV", help="tiles of flash_attention, as '64x32' (default: the target's)")
-    parser.add_argument("--rows", type=int, default=1024, metavar="N", help="of a row operation (default 1024)")
-    parser.add_argument("--columns", type=int, default=4096, metavar="N", help="of a row operation (default 4096)")
+    parser.add_argument("--rows", type=int, metavar="N", help="of a row operation (default 1024)")
+    parser.add_argument("--columns", type=int, metavar="N", help="of a row operation (default 4096)")
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="write to this file instead of printing")
 
 
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     target = _target(args, language)
     language = language or registry.backend(target.backend).language
     direction = "backward" if args.backward else "forward"
-    planned = launches(op, direction, _sizes(args), target)
+    planned = launches(op, direction, _sizes(op, args), target)
     if not planned:
         raise InvalidArgumentError("[show] expected arrays with elements, got empty ones; choose larger sizes")
     chosen = range(1, len(planned) + 1)
@@ -174,27 +177,30 @@ def _target(args: argparse.Namespace, language: str | None) -> Target:
         target = target_for(language if language in TARGETS else _DEFAULT_LANGUAGE)
     if args.arch is None:
         return target
+    wanted = _ARCHS.get(target.backend)
+    if wanted is None:
+        kind = registry.backend(target.backend).language
+        raise InvalidArgumentError(
+            f"[show] expected --arch with --language ptx or hip, got {args.arch!r} with {kind}; leave it out"
+        )
     try:
         return with_arch(target, args.arch)
     except InvalidArgumentError:
-        raise InvalidArgumentError(
-            f"[show] expected --arch as sm_90 for ptx or gfx942 for hip, got {args.arch!r} for {target.backend}; "
-            "change or leave it out"
-        ) from None
+        raise InvalidArgumentError(f"[show] expected --arch {wanted}, got {args.arch!r}; change it") from None
 
 
-def _sizes(args: argparse.Namespace) -> Sizes:
-    for name in ("seq_len", "head_dim", "heads", "kv_heads", "rows", "columns"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise InvalidArgumentError(
-                f"[show] expected --{name.replace('_', '-')} of at least 1, got {value}; raise it"
-            )
-    tiles = None if args.tiles is None else _tiles(args.tiles)
-    return Sizes(
-        _DTYPES[args.dtype], args.seq_len, args.head_dim, args.heads, args.kv_heads, args.causal, tiles, args.rows,
-        args.columns,
-    )  # fmt: skip
+def _sizes(op: str, args: argparse.Namespace) -> Sizes:
+    given = {f.name: getattr(args, f.name) for f in fields(Sizes) if f.name != "dtype"}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if name not in sizes_of(op):
+            raise InvalidArgumentError(f"[show] expected options of {op}, got {option}; leave it out")
+        if isinstance(value, int) and value < 1:
+            raise InvalidArgumentError(f"[show] expected {option} of at least 1, got {value}; raise it")
+    if "tiles" in given:
+        given["tiles"] = _tiles(given["tiles"])
+    return Sizes(_DTYPES[args.dtype], **given)
 
 
 def _tiles(text: str) -> tuple[int, int]:

@@ -25,8 +25,9 @@ _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "f16": "f16",
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--backend", metavar="SPEC", help="the device, as 'vulkan:0'; default: the one that calls use")
-    parser.add_argument("--list", action="store_true", help="list what was measured before, without measuring")
-    parser.add_argument("--reset", action="store_true", help="remove that: of one device with --backend, else of all")
+    known = parser.add_mutually_exclusive_group()
+    known.add_argument("--list", action="store_true", help="list what was measured before, without measuring")
+    known.add_argument("--reset", action="store_true", help="remove that: of one device with --backend, else of all")
     parser.add_argument("--json", action="store_true", help="print the results, or the list, as JSON")
     parser.add_argument("--op", nargs="+", choices=(*OPS, "all"), default=["forward"], help="default: forward")
     parser.add_argument(

@@ -181,7 +181,8 @@ class _Decode:
                 f"{list(self.lens.shape)} and {len(k)}; give one length for each sequence of q"
             )
         none = context_lens[:0].to(torch.int32)
-        decode_here(q[:0], k[:0], v[:0], context_lens=none, alibi_slopes=self.slopes, **self.options)
+        slopes = self._slopes(slice(0))
+        decode_here(q[:0], k[:0], v[:0], context_lens=none, alibi_slopes=slopes, **self.options)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The output and log-sum-exp over this rank's keys."""
@@ -215,20 +216,32 @@ class _Decode:
         """One token of every sequence. A window leaves each its own number of keys, so sequences may need calls."""
         q, (k, v) = self.q[:, :, i], self.cache
         if self.left is None:
-            return self._call(q, k, v, seen, past, None)
+            return self._call(q, k, v, seen, past, None, self.slopes)
         found: list[tuple[Tensor, Tensor]] = []
         for left in (self.left - past).tolist():
             at = slice(len(found), len(found) + 1)
             count = seen[at] if left >= 0 else torch.zeros_like(seen[at])
-            found.append(self._call(q[at], k[at], v[at], count, past[at], max(left, 0)))
+            found.append(self._call(q[at], k[at], v[at], count, past[at], max(left, 0), self._slopes(at)))
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
+    def _slopes(self, batches: slice) -> Tensor | None:
+        """The slopes of some sequences, where each has its own."""
+        slopes = self.slopes
+        own = slopes is not None and slopes.ndim == 2 and len(slopes) == len(self.q)
+        return slopes[batches] if slopes is not None and own else slopes
+
     def _call(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, past: Tensor, left: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seen: Tensor,
+        past: Tensor,
+        left: int | None,
+        slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         window = None if left is None else (left, None)
         lens = seen.to(torch.int32).to(q.device)
-        slopes = self.slopes
         out, lse = decode_here(
             q,
             k,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ ELEMENTS = {
     "u32": ("uint32",), "u64": ("uint64",),
 }  # fmt: skip
 """For each element type of the kernel language, the array types that it reads, its usual name first."""
+FLOATS = ("f16", "f32", "f64")
 _lock = threading.Lock()
 _keys: weakref.WeakKeyDictionary[KernelIR, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 """For each kernel, what determines its program: its text and the limits that the text does not show."""
@@ -58,7 +60,7 @@ class Buffer(NamedTuple):
 
 
 def check_arguments(kernel: KernelIR, args: Sequence[Buffer | object]) -> None:
-    """Check the arguments of a launch against the parameters of its kernel; numbers are checked by the device."""
+    """Check the arguments of a launch against its kernel's parameters; the device checks the ranges of numbers."""
     ends: list[tuple[int, int, str, bool]] = []
     for param, arg in zip(kernel.params, args, strict=True):
         if isinstance(arg, Buffer) != (param.kind == "buffer"):
@@ -68,16 +70,28 @@ def check_arguments(kernel: KernelIR, args: Sequence[Buffer | object]) -> None:
                 f"[launch] {kernel.name} expected {wanted} for {param.name}, got {got}; pass one for each parameter, "
                 "in order"
             )
-        if isinstance(arg, Buffer):
+        if not isinstance(arg, Buffer):
+            _check_number(kernel.name, param, arg)
+        else:
             _check_buffer(kernel.name, param, arg)
             ends.append((arg.start, arg.start + arg.nbytes, param.name, param.access != "read"))
     ends.sort()
-    for (_, end, first, writes), (start, _, second, also) in itertools.pairwise(ends):
-        if start < end and (writes or also):
+    for (_, end, first, writes), (start, last, second, also) in itertools.combinations(ends, 2):
+        if start < min(end, last) and (writes or also):
             raise InvalidArgumentError(
                 f"[launch] {kernel.name} expected arrays that do not overlap where one is written, got {first} and "
                 f"{second} in the same memory; copy one, or use one readwrite buffer for both"
             )
+
+
+def _check_number(name: str, param: Param, arg: object) -> None:
+    try:
+        _ = float(arg) if param.dtype in FLOATS else operator.index(arg)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        wanted = "a number" if param.dtype in FLOATS else f"a whole number, {ELEMENTS[param.dtype][0]},"
+        raise InvalidArgumentError(
+            f"[launch] {name} expected {wanted} for {param.name}, got {arg!r}; convert it"
+        ) from None
 
 
 def _check_buffer(name: str, param: Param, arg: Buffer) -> None:

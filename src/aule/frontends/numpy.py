@@ -15,7 +15,7 @@ from aule.engine.launch import on_host as launch_on_host
 from aule.engine.memory import STORED, reports_shortage
 from aule.engine.row_ops import host_device as row_op_device
 from aule.engine.row_ops import on_host
-from aule.errors import InvalidDtypeError, InvalidShapeError
+from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem
@@ -303,8 +303,13 @@ def _offsets(array: Any, name: str, op: str) -> Array:
         given = np.asarray(array)
     except (TypeError, ValueError) as error:  # a list of lists of different lengths, a tensor on a device
         raise InvalidDtypeError(f"[{op}] expected {name} as int32 in host memory, got {error}; convert it") from None
-    fits = given.dtype.kind in "iu" and (not given.size or (given.min() >= -(2**31) and given.max() < 2**31))
-    return given.astype(np.int32) if fits else given
+    if given.dtype.kind not in "iu":
+        return given
+    if given.size and not -(2**31) <= given.min() <= given.max() < 2**31:
+        raise InvalidArgumentError(
+            f"[{op}] expected {name} of int32's range, got numbers from {given.min()} to {given.max()}; correct them"
+        )
+    return given.astype(np.int32)
 
 
 def checked_out(out: object, shape: tuple[int, ...], dtype: str, op: str = "flash_attention") -> Array:

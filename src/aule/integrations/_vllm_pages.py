@@ -127,15 +127,15 @@ def store(cache: LayerCache, key: Any, value: Any, slots: Any, scales: tuple[flo
         Factors of the stored keys and values of an fp8 cache, which holds ``key / scale``.
     """
     block = cache.k.shape[2]
-    slots, rows = slots.long(), slice(0, slots.shape[0])
+    slots = slots.long()
+    key, value = (x[: slots.shape[0]] for x in (key, value))
     if slots.is_cpu and slots.numel() and int(slots.min()) < 0:
-        rows = slots >= 0
-        slots = slots[rows]
+        real = slots >= 0
+        key, value, slots = key[real], value[real], slots[real]
     # On a GPU nothing waits for the slots: padding goes to block 0, which vLLM gives to no sequence.
     at = slots.clamp(min=0)
     place = at // block, at % block
     for new, pages, scale in zip((key, value), cache, scales, strict=True):
-        new = new[rows]
         if pages.dtype is torch.float8_e4m3fn:  # written as bytes, which every device can index
             new = (new.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(pages.dtype).view(torch.uint8)
             pages = pages.view(torch.uint8)

@@ -65,6 +65,8 @@ LAUNCH = ("hipModuleLaunchKernel", PTR, UINT, UINT, UINT, UINT, UINT, UINT, UINT
 PROPERTIES = ("hipGetDevicePropertiesR0600", "hipGetDeviceProperties")
 """Names of one function (PTR, INT) in ROCm 6 and later, and before."""
 
+OLDEST = 60000000
+"""The first version with clang 17: kernels call builtins that older compilers lack."""
 ATTRIBUTES = {
     "Integrated": 16,
     "L2CacheSize": 19,
@@ -106,13 +108,11 @@ class Driver(StreamDriver):
             )
         compiler = load_library(_hip_library.candidates("hiprtc", folder))
         if isinstance(compiler, str):
-            if not hasattr(library, "hiprtcCreateProgram"):  # contained in it before ROCm 5.3
-                raise BackendUnavailableError(
-                    "hip",
-                    f"[hip] expected AMD's compiler hiprtc beside its HIP library, got {compiler}; install PyTorch for "
-                    "ROCm, or ROCm with hiprtc",
-                )
-            compiler = library
+            raise BackendUnavailableError(
+                "hip",
+                f"[hip] expected AMD's compiler hiprtc beside its HIP library, got {compiler}; install PyTorch for "
+                "ROCm, or ROCm with hiprtc",
+            )
         try:
             self.api = Functions(library, FUNCTIONS)
             self.launch_kernel = library[LAUNCH[0]]
@@ -121,7 +121,7 @@ class Driver(StreamDriver):
         except AttributeError as error:
             raise BackendUnavailableError(
                 "hip",
-                f"[hip] expected ROCm 5.2 or later with hiprtc, got libraries without an entry point ({error}); update "
+                f"[hip] expected ROCm 6 or later with hiprtc, got libraries without an entry point ({error}); update "
                 "ROCm",
             ) from None
         for function in (self.api.error_name, self.api.error_text, self.compiler.error_text):
@@ -135,6 +135,11 @@ class Driver(StreamDriver):
         # 60342131 is 6.3.42131
         version = f"{number.value // 10**7}.{number.value // 10**5 % 100}.{number.value % 10**5}"
         self.version = f"HIP {version}, hiprtc {major.value}.{minor.value}"
+        if 0 < number.value < OLDEST:  # 0 if the call fails
+            raise BackendUnavailableError(
+                "hip",
+                f"[hip] expected ROCm 6 or later, whose compiler has what kernels call, got {version}; update it",
+            )
         super().__init__()
 
     def describe(self, code: int) -> str:

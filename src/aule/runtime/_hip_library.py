@@ -66,6 +66,8 @@ def _folders() -> Iterator[str]:
             yield from (os.path.join(os.environ[variable], folder) for folder in inside)
     if sys.platform == "win32":
         yield os.path.join(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32")
+        # hiprtc's name contains its minor version, so the loader cannot be asked for it.
+        yield from filter(None, os.environ.get("PATH", "").split(os.pathsep))
     else:
         yield "/opt/rocm/lib"
 

@@ -199,6 +199,8 @@ def test_torch_tensors() -> None:
     again = aule.mla_decode(queries.numpy(), pool.numpy(), indices=indices.numpy(), scale=SCALE, backend="numpy")
     np.testing.assert_allclose(found.numpy(), again, atol=1e-5)
     assert (found[1, :, 0] == 0).all()
+    with pytest.raises(aule.AuleError, match="2147483647"):
+        aule.mla_decode(queries, pool, indices=indices + 2**32, scale=SCALE, backend="cpu")
     assert aule.explain(aule.mla_decode, *given, scale=SCALE, backend="cpu").op == "mla_decode"
 
 
@@ -226,6 +228,7 @@ def test_indices_are_refused() -> None:
     for indices, message in (
         (np.zeros((2, 3, 4), np.int32), r"indices of \[2, topk\]"),
         (np.zeros((2, 4), np.float32), "indices of integers"),
+        (np.full((2, 4), 2**32 + 1), "2147483647"),  # no place of the pool, though its low half is
     ):
         with pytest.raises(aule.AuleError, match=message):
             aule.mla_decode(q, pool, indices=indices, scale=SCALE)

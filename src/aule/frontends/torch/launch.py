@@ -13,6 +13,7 @@ from aule.engine.launch import Buffer, check_arguments, loaded, seen
 from aule.errors import DeviceMismatchError, InvalidArgumentError
 from aule.frontends import numpy as numpy_front_end
 from aule.frontends.torch import route
+from aule.frontends.torch.checks import no_gradient
 from aule.frontends.torch.devices import streams
 from aule.frontends.torch.views import written
 from aule.ir import KernelIR
@@ -39,6 +40,8 @@ def launch(kernel: KernelIR, grid: Grid, args: Sequence[Any], backend: str | Non
                 f"[launch] {kernel.name} expected {param.name} to be a plain tensor, got a negated, conjugated or "
                 "sparse one; use .clone() or .to_dense()"
             )
+        elif param.access != "read" and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+            raise no_gradient(None, f"launch it under torch.no_grad() to write to {param.name}", "launch")
         else:
             given.append((written(x) if param.access != "read" else x).detach())
     home = homes.pop()

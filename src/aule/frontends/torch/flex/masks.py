@@ -36,7 +36,8 @@ def mask_of(
     made_of = _state(given)
     known = getattr(given, "_aule_mask", None)
     if known is None or known[0] != made_of:
-        known = given._aule_mask = made_of, _of_torch(given)
+        # The tensors are kept alive: a new one in the place of an old one has another id only then.
+        known = given._aule_mask = made_of, _of_torch(given), _tensors(given)
     return mask_of(known[1], q, keys)
 
 
@@ -65,9 +66,13 @@ def _keeps_all(given: Any, q: Tensor) -> bool:
 
 def _state(given: Any) -> list[Any]:
     """What PyTorch's mask is made of: it may be replaced, or changed in place."""
-    tensors = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
+    tensors = _tensors(given)
     versions = [None if x is None or x.is_inference() else x._version for x in tensors]
     return [given.mask_mod, tuple(given.shape), tuple(given.BLOCK_SIZE), *map(id, tensors), *versions]
+
+
+def _tensors(given: Any) -> tuple[Tensor | None, ...]:
+    return given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices
 
 
 def _of_torch(given: Any) -> BlockMask:
