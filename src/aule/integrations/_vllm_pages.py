@@ -104,18 +104,22 @@ class Scoring:
 
 def layer_cache(kv_cache: Any, head_dim: int) -> LayerCache:
     """Split a layer's cache into keys and values, without a copy."""
-    if kv_cache.dim() != 4 or kv_cache.shape[3] <= head_dim:
-        raise InvalidShapeError(
-            f"[{OP}] expected a cache [blocks, heads_kv, block, head_dim + value_dim] with head_dim {head_dim}, got "
-            f"{list(kv_cache.shape)}; install the version of vLLM that docs/vllm.md names"
-        )
+    _check_cache(kv_cache, head_dim)
     if kv_cache.dtype is torch.uint8:
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
     return LayerCache(kv_cache[..., :head_dim], kv_cache[..., head_dim:])
 
 
-def store(cache: LayerCache, key: Any, value: Any, slots: Any, scales: tuple[float, float] = (1.0, 1.0)) -> None:
-    """Write new tokens into their slots; tokens with negative slots are padding.
+def _check_cache(kv_cache: Any, head_dim: int) -> None:
+    if kv_cache.dim() != 4 or kv_cache.shape[3] <= head_dim:
+        raise InvalidShapeError(
+            f"[{OP}] expected a cache [blocks, heads_kv, block, head_dim + value_dim] with head_dim {head_dim}, got "
+            f"{list(kv_cache.shape)}; install the version of vLLM that docs/vllm.md names"
+        )
+
+
+def store(kv_cache: Any, key: Any, value: Any, slots: Any, scales: tuple[float, float] = (1.0, 1.0)) -> None:
+    """Write new tokens into their slots of a layer's cache; tokens with negative slots are padding.
 
     Parameters
     ----------
@@ -126,20 +130,24 @@ def store(cache: LayerCache, key: Any, value: Any, slots: Any, scales: tuple[flo
     scales : (float, float)
         Factors of the stored keys and values of an fp8 cache, which holds ``key / scale``.
     """
-    block = cache.k.shape[2]
+    _check_cache(kv_cache, key.shape[2])
     slots, rows = slots.long(), slice(0, slots.shape[0])
-    if slots.is_cpu and slots.numel() and int(slots.min()) < 0:
+    if not slots.is_cpu:
+        # On a GPU nothing waits for the slots: padding goes to block 0, which vLLM gives to no sequence.
+        slots = slots.clamp(min=0)
+    elif slots.numel() and int(slots.min()) < 0:
         rows = slots >= 0
         slots = slots[rows]
-    # On a GPU nothing waits for the slots: padding goes to block 0, which vLLM gives to no sequence.
-    at = slots.clamp(min=0)
-    place = at // block, at % block
-    for new, pages, scale in zip((key, value), cache, scales, strict=True):
-        new = new[rows]
-        if pages.dtype is torch.float8_e4m3fn:  # written as bytes, which every device can index
-            new = (new.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(pages.dtype).view(torch.uint8)
-            pages = pages.view(torch.uint8)
-        pages.transpose(1, 2)[place] = new
+    new = [key[rows], value[rows]]
+    if kv_cache.dtype in (torch.uint8, torch.float8_e4m3fn):  # written as bytes, which every device can index
+        new = [_as_fp8(x, scale) for x, scale in zip(new, scales, strict=True)]
+        kv_cache = kv_cache.view(torch.uint8)
+    block = kv_cache.shape[2]
+    kv_cache.transpose(1, 2)[slots // block, slots % block] = torch.cat(new, -1)
+
+
+def _as_fp8(x: Any, scale: float) -> Any:
+    return (x.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def attend(
