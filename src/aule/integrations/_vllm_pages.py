@@ -8,6 +8,7 @@ is followed by its value. Both are read in place as strided views. A slot is the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -185,8 +186,14 @@ def _by_sequence(x: Any, batch: Batch) -> Any:
 
 def _scale_options(cache: LayerCache, scales: tuple[float, float]) -> dict[str, Any]:
     """One factor for all keys and one for all values, as tensors of stride 0 in the shape that aule expects."""
-    made = (torch.tensor(scale, dtype=torch.float32, device=cache.k.device) for scale in scales)
-    return {f"{name}_scale": x.expand(cache.k.shape[:3]) for name, x in zip("kv", made, strict=True)}
+    shape, device = cache.k.shape[:3], cache.k.device
+    return {f"{name}_scale": _on_device(scale, device).expand(shape) for name, scale in zip("kv", scales, strict=True)}
+
+
+@lru_cache(maxsize=1024)
+def _on_device(scale: float, device: torch.device) -> Any:
+    """A factor in the device's memory, copied once, not in every step of every layer."""
+    return torch.tensor(scale, dtype=torch.float32, device=device)
 
 
 def attend_without_cache(q: Any, key: Any, value: Any, batch: Batch, scoring: Scoring, out: Any) -> None:
