@@ -220,9 +220,8 @@ def test_padding_is_not_written() -> None:
     from aule.integrations import _vllm_pages as pages
 
     memory = torch.full((3, 2, 16, 8), 5.0)
-    cache = pages.layer_cache(memory, 4)
     new = torch.arange(3.0)[:, None, None].expand(3, 2, 4)
-    pages.store(cache, new, -new, torch.tensor([-1, 37, -1]))
+    pages.store(memory, new, -new, torch.tensor([-1, 37, -1]))
     wanted = torch.full_like(memory, 5.0)
     wanted[2, :, 5] = torch.tensor([1.0] * 4 + [-1.0] * 4)
     assert torch.equal(memory, wanted)

@@ -169,8 +169,8 @@ class AuleAttentionImpl(AttentionImpl):  # type: ignore[misc]
     ) -> None:
         """Write new keys and values into the cache."""
         if self.attn_type not in _ENCODER:
-            cache = pages.layer_cache(kv_cache, self.head_size)
-            pages.store(cache, key, value, slot_mapping, (layer._k_scale_float, layer._v_scale_float))
+            scales = layer._k_scale_float, layer._v_scale_float
+            pages.store(kv_cache, key, value, slot_mapping, scales)
 
     @called_by("vllm")
     def forward(

@@ -8,6 +8,7 @@ is followed by its value. Both are read in place as strided views. A slot is the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -104,18 +105,22 @@ class Scoring:
 
 def layer_cache(kv_cache: Any, head_dim: int) -> LayerCache:
     """Split a layer's cache into keys and values, without a copy."""
-    if kv_cache.dim() != 4 or kv_cache.shape[3] <= head_dim:
-        raise InvalidShapeError(
-            f"[{OP}] expected a cache [blocks, heads_kv, block, head_dim + value_dim] with head_dim {head_dim}, got "
-            f"{list(kv_cache.shape)}; install the version of vLLM that docs/vllm.md names"
-        )
+    _check_cache(kv_cache, head_dim)
     if kv_cache.dtype is torch.uint8:
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
     return LayerCache(kv_cache[..., :head_dim], kv_cache[..., head_dim:])
 
 
-def store(cache: LayerCache, key: Any, value: Any, slots: Any, scales: tuple[float, float] = (1.0, 1.0)) -> None:
-    """Write new tokens into their slots; tokens with negative slots are padding.
+def _check_cache(kv_cache: Any, head_dim: int) -> None:
+    if kv_cache.dim() != 4 or kv_cache.shape[3] <= head_dim:
+        raise InvalidShapeError(
+            f"[{OP}] expected a cache [blocks, heads_kv, block, head_dim + value_dim] with head_dim {head_dim}, got "
+            f"{list(kv_cache.shape)}; install the version of vLLM that docs/vllm.md names"
+        )
+
+
+def store(kv_cache: Any, key: Any, value: Any, slots: Any, scales: tuple[float, float] = (1.0, 1.0)) -> None:
+    """Write new tokens into their slots of a layer's cache; tokens with negative slots are padding.
 
     Parameters
     ----------
@@ -126,20 +131,24 @@ def store(cache: LayerCache, key: Any, value: Any, slots: Any, scales: tuple[flo
     scales : (float, float)
         Factors of the stored keys and values of an fp8 cache, which holds ``key / scale``.
     """
-    block = cache.k.shape[2]
+    _check_cache(kv_cache, key.shape[2])
     slots = slots.long()
-    key, value = (x[: slots.shape[0]] for x in (key, value))
-    if slots.is_cpu and slots.numel() and int(slots.min()) < 0:
+    new = [x[: slots.shape[0]] for x in (key, value)]
+    if not slots.is_cpu:
+        # On a GPU nothing waits for the slots: padding goes to block 0, which vLLM gives to no sequence.
+        slots = slots.clamp(min=0)
+    elif slots.numel() and int(slots.min()) < 0:
         real = slots >= 0
-        key, value, slots = key[real], value[real], slots[real]
-    # On a GPU nothing waits for the slots: padding goes to block 0, which vLLM gives to no sequence.
-    at = slots.clamp(min=0)
-    place = at // block, at % block
-    for new, pages, scale in zip((key, value), cache, scales, strict=True):
-        if pages.dtype is torch.float8_e4m3fn:  # written as bytes, which every device can index
-            new = (new.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(pages.dtype).view(torch.uint8)
-            pages = pages.view(torch.uint8)
-        pages.transpose(1, 2)[place] = new
+        slots, new = slots[real], [x[real] for x in new]
+    if kv_cache.dtype in (torch.uint8, torch.float8_e4m3fn):  # written as bytes, which every device can index
+        new = [_as_fp8(x, scale) for x, scale in zip(new, scales, strict=True)]
+        kv_cache = kv_cache.view(torch.uint8)
+    block = kv_cache.shape[2]
+    kv_cache.transpose(1, 2)[slots // block, slots % block] = torch.cat(new, -1)
+
+
+def _as_fp8(x: Any, scale: float) -> Any:
+    return (x.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def attend(
@@ -177,8 +186,14 @@ def _by_sequence(x: Any, batch: Batch) -> Any:
 
 def _scale_options(cache: LayerCache, scales: tuple[float, float]) -> dict[str, Any]:
     """One factor for all keys and one for all values, as tensors of stride 0 in the shape that aule expects."""
-    made = (torch.tensor(scale, dtype=torch.float32, device=cache.k.device) for scale in scales)
-    return {f"{name}_scale": x.expand(cache.k.shape[:3]) for name, x in zip("kv", made, strict=True)}
+    shape, device = cache.k.shape[:3], cache.k.device
+    return {f"{name}_scale": _on_device(scale, device).expand(shape) for name, scale in zip("kv", scales, strict=True)}
+
+
+@lru_cache(maxsize=1024)
+def _on_device(scale: float, device: torch.device) -> Any:
+    """A factor in the device's memory, copied once, not in every step of every layer."""
+    return torch.tensor(scale, dtype=torch.float32, device=device)
 
 
 def attend_without_cache(q: Any, key: Any, value: Any, batch: Batch, scoring: Scoring, out: Any) -> None:
