@@ -1,10 +1,11 @@
-"""The gradient of the scores alone, on the interpreter with the sanitizer on, against float64."""
+"""The gradient of the scores alone, on the interpreter with the sanitizer on and on devices, against float64."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import devices
 import grid
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from test_backward_interpreted import TARGET
 from test_backward_interpreted import run as backward
 from test_fragment_interpreted import BACKWARD, target
 
+from aule.engine.attention import scores_on_host
+from aule.ops.attention.reference import attention_reference
 from aule.ops.attention.validate import attention_problem
 from aule.ops.scores.functions.program import BoundFunction, Graph
 
@@ -49,22 +52,44 @@ def expected(arrays: dict[str, Any], dout: Any, out: Any, options: set[str]) -> 
     return p * (dout @ v.swapaxes(2, 3) - (dout * out.astype(np.float64)).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("options", [{"bent"}, {"causal"}, {"listed", "bent"}], ids="-".join)
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_scores_alone(dtype: str, options: set[str]) -> None:
-    rng, stored = np.random.default_rng(1), grid.NUMPY_DTYPES[dtype]
+def inputs(stored: Any, options: set[str]) -> tuple[Any, Any, dict[str, Any]]:
+    """The problem, its operands and their arrays."""
+    rng = np.random.default_rng(1)
     shapes = {"q": (1, 2, ROWS, DIM), "k": (1, 1, KEYS, DIM), "v": (1, 1, KEYS, 32)}
     arrays = {name: rng.standard_normal(shape).astype(stored) for name, shape in shapes.items()}
     views = {name: grid.view_of(array) for name, array in arrays.items()}
     problem, operands = attention_problem(**views, causal="causal" in options)
     problem = replace(problem, score_mod=bent() if "bent" in options else None)
-    problem = replace(problem, mask_mod=blocks() if "listed" in options else None)
-    on_units = dtype != "f32"
+    return replace(problem, mask_mod=blocks() if "listed" in options else None), operands, arrays
+
+
+def compare(ds: Any, wanted: Any) -> None:
+    """Within rounding of float32, and zero past the last row and key."""
+    assert np.abs(ds[:, :, :ROWS, :KEYS] - wanted).max() <= 2e-5 * np.abs(wanted).max()
+    assert not ds[:, :, ROWS:].any() and not ds[..., KEYS:].any()
+
+
+@pytest.mark.parametrize("options", [{"bent"}, {"causal"}, {"listed", "bent"}], ids="-".join)
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_interpreted(dtype: str, options: set[str]) -> None:
+    stored, on_units = grid.NUMPY_DTYPES[dtype], dtype != "f32"
+    problem, operands, arrays = inputs(stored, options)
     shape = BACKWARD["two-stages"] if on_units else SIMT["tall"]
     found, dout = backward(
         problem, operands, arrays, (shape, shape), dtype == "f16", target() if on_units else TARGET, (1, 2, 64, 72)
     )
     out = found["o"].view(stored).reshape(1, 2, ROWS, 32)
-    wanted, ds = expected(arrays, dout, out, options), found["ds"].reshape(1, 2, 64, 72)
-    assert np.abs(ds[:, :, :ROWS, :KEYS] - wanted).max() <= 2e-5 * np.abs(wanted).max()
-    assert not ds[:, :, ROWS:].any() and not ds[..., KEYS:].any()
+    compare(found["ds"].reshape(1, 2, 64, 72), expected(arrays, dout, out, options))
+
+
+@pytest.mark.parametrize("name", ["cuda", "vulkan", "msl-shim", devices.HIP[0], "cpu"])
+def test_devices(name: str) -> None:
+    """Matrix units as Apple and AMD lay them out, plain arithmetic, and vectors."""
+    stored, device, options = np.float16, devices.need(name), {"listed", "bent"}
+    problem, operands, arrays = inputs(stored, options)
+    out, lse = attention_reference(problem, **arrays)
+    out = out.astype(stored)
+    dout = np.random.default_rng(2).standard_normal(out.shape).astype(stored)
+    ds = np.zeros((1, 2, 64, 72), np.float32)
+    scores_on_host(problem, operands, device, out, lse.astype(np.float32), grid.view_of(dout), ds)
+    compare(ds, expected(arrays, dout, out, options))
