@@ -14,7 +14,8 @@ from test_backward_interpreted import TARGET
 from test_backward_interpreted import run as backward
 from test_fragment_interpreted import BACKWARD, target
 
-from aule.engine.attention import scores_on_host
+from aule.engine.attention import attention_views, backward_on_host, scores_on_host
+from aule.ops.attention.plan.backward import plan_backward
 from aule.ops.attention.reference import attention_reference
 from aule.ops.attention.validate import attention_problem
 from aule.ops.scores.functions.program import BoundFunction, Graph
@@ -93,3 +94,48 @@ def test_devices(name: str) -> None:
     ds = np.zeros((1, 2, 64, 72), np.float32)
     scores_on_host(problem, operands, device, out, lse.astype(np.float32), grid.view_of(dout), ds)
     compare(ds, expected(arrays, dout, out, options))
+
+
+def biased(keys: int) -> tuple[Any, Any, dict[str, Any]]:
+    """A problem with a bias, its operands and their arrays."""
+    rng = np.random.default_rng(1)
+    shapes = {"q": (1, 2, ROWS, DIM), "k": (1, 1, keys, DIM), "v": (1, 1, keys, 32), "bias": (1, 2, ROWS, keys)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    return *attention_problem(**{name: grid.view_of(array) for name, array in arrays.items()}), arrays
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_beside_other_gradients_it_has_a_kernel_on_matrix_units(deterministic: bool) -> None:
+    found = {}
+    for keys in (48, 50):
+        problem, operands, arrays = biased(keys)
+        out = grid.view_of(np.zeros(problem.out_shape, np.float16))
+        views = attention_views(operands, out) | {
+            "do": out,
+            "ds": grid.view_of(np.zeros((1, 2, ROWS, keys), np.float32)),
+        }
+        views |= {f"d{name}": grid.view_of(arrays[name]) for name in "qkv"}
+        plan = plan_backward(replace(problem, deterministic=deterministic), views, target())
+        found[keys] = [(x.config.of, type(x.config).__name__) for x in plan.steps if hasattr(x.config, "of")]
+    on_units = ["scores", "queries", "keys"] if deterministic else ["scores", "keys"]
+    assert found[48] == [(of, "FragmentBackwardConfig") for of in on_units]
+    # Rows of odd lengths, which no vector can be stored to.
+    assert found[50][0] == ("queries", "BackwardConfig") and len(found[50]) == 2
+
+
+@pytest.mark.parametrize("name", ["cuda", "msl-shim"])
+def test_gradient_of_a_bias(name: str) -> None:
+    device, (problem, operands, arrays) = devices.need(name), biased(48)
+    out, lse = attention_reference(problem, **arrays)
+    out = out.astype(np.float16)
+    dout = np.random.default_rng(2).standard_normal(out.shape).astype(np.float16)
+    ds = np.zeros((1, 2, ROWS, 48), np.float32)
+    dq, _, _ = backward_on_host(problem, operands, device, out, lse.astype(np.float32), grid.view_of(dout), ds)
+    q, k, v, bias = (x.astype(np.float64) for x in arrays.values())
+    k, v = (np.repeat(x, 2, axis=1) for x in (k, v))
+    p = np.exp(q @ k.swapaxes(2, 3) / np.sqrt(DIM) + bias)
+    p /= p.sum(-1, keepdims=True)
+    dout = dout.astype(np.float64)
+    wanted = p * (dout @ v.swapaxes(2, 3) - (dout * out.astype(np.float64)).sum(-1, keepdims=True))
+    assert np.abs(ds - wanted).max() <= 2e-5 * np.abs(wanted).max()
+    assert np.abs(dq.view(np.float16) - wanted @ k / np.sqrt(DIM)).max() <= 4e-3
