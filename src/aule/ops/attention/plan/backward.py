@@ -234,7 +234,8 @@ class _Draft:
         blocks = each * problem.batch * heads
         on_units = isinstance(shape, FragmentShape)
         options = score_options(problem) | {
-            "lse": False, "of": of, "shape": shape, "index64": self.index64, "sums": self.tiles.sums,
+            "lse": False, "of": of, "shape": shape, "index64": self.index64,
+            "sums": self.tiles.sums and of == "keys",
             "unit": self.layout.unit(_INPUTS), "aligned": self.layout.aligned(_INPUTS, RUN if on_units else QUAD),
         } | self.layout.rope_options(RUN if on_units else QUAD)  # fmt: skip
         kernel = _Kernel(options, self.scalars | {"blocks_each": each, "blocks": blocks})
