@@ -125,6 +125,21 @@ def test_backward(arch: str, head_dim: int, deterministic: bool, tmp_path: Path)
         assert spilled <= SPILLED
 
 
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_scores(arch: str, head_dim: int, tmp_path: Path) -> None:
+    device = target(arch)
+    problem = AttentionProblem(1, 8, 8, 2048, 1024, head_dim, head_dim, "f16", 0.125, causal=True)
+    given = {name: view for name, view in views(problem).items() if name not in ("dq", "dk", "dv")}
+    shape = (1, 8, 2048, 1152)
+    given["ds"] = TensorView("f32", shape, contiguous_strides(shape), "device", None)
+    _, step = plan_backward(problem, given, device).steps
+    assert isinstance(step.config, FragmentBackwardConfig) and step.config.of == "scores"
+    text, spilled = assemble(step.build(step.config, device), device, tmp_path)
+    assert "mma.sync" in text and spilled == 0
+
+
 def test_fp32_stays_off_matrix_units() -> None:
     problem = AttentionProblem(1, 8, 8, 2048, 2048, 64, 64, "f32", 0.125)
     assert not isinstance(plan_forward(problem, views(problem), target("sm_90")).steps[-1].config, FragmentConfig)

@@ -76,6 +76,8 @@ def plan_backward(
     tiles = _choose_tiles(problem, layout, target, shapes or (None, None))
     draft = _Draft(problem, layout, target, tiles)
     draft.add_delta()
+    if tiles.scores is not None:
+        draft.add_gradients("scores", tiles.scores)
     if tiles.queries is not None:
         draft.add_gradients("queries", tiles.queries)
     draft.add_gradients("keys", tiles.keys)
@@ -88,7 +90,7 @@ def _plan_scores(problem: AttentionProblem, layout: Layout, target: Target, shap
     """Plan the gradients of what is added to the scores, without those of q, k and v."""
     dims = problem.head_dim, problem.value_dim
     shape = shape or _fragments(problem, target, "queries") or choose_backward_shape(target, max(dims), dims[:1])
-    draft = _Draft(problem, layout, target, _Tiles(shape, shape, 0, 0))
+    draft = _Draft(problem, layout, target, _Tiles(shape, shape, scores=shape))
     draft.add_delta()
     draft.add_gradients("scores", shape)
     return Plan(tuple(draft.steps), draft.workspace, draft.scratch)
@@ -109,6 +111,8 @@ class _Tiles:
     """Tiles of the sums of one head's dQ."""
     clear: int = 0
     """Elements of all sums of dQ, which are cleared first; none if one block has all keys."""
+    scores: Shape | None = None
+    """Tiles of a kernel of dS alone; None if that of dQ stores dS, or nobody wants it."""
 
     @property
     def sums(self) -> bool:
@@ -120,6 +124,9 @@ def _choose_tiles(
     problem: AttentionProblem, layout: Layout, target: Target, given: tuple[Shape | None, Shape | None]
 ) -> _Tiles:
     dims, scores = (problem.head_dim, problem.value_dim), "ds" in layout.views
+    # On matrix units dS has a kernel of its own: two products more, but then none needs plain arithmetic.
+    own = _fragments(problem, target, "queries") if scores and problem.seq_kv % RUN == 0 else None
+    scores = scores and own is None
     adds = not scores and _can_add(problem, target)
     queries, keys = given
     in_runs = layout.aligned(_INPUTS, RUN)
@@ -130,16 +137,16 @@ def _choose_tiles(
     if not (any(given) or scores):
         alone = keys or _fragments(problem, target, "sums")
         if alone is not None and _one_block(problem, target, alone):
-            return _Tiles(alone, None)
+            return _Tiles(alone, None, scores=own)
     keys = keys or _fragments(problem, target, "sums" if adds else "keys")
     keys = keys or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
     row_tiles, tile_size = _sums_of_head(problem, keys)
     clear = padded(problem.batch * problem.heads_q * row_tiles * tile_size, QUAD)
     if adds and 4 * clear <= target.max_buffer_bytes and _fits_sums(problem, target, keys):
-        return _Tiles(keys, None, row_tiles, clear)
+        return _Tiles(keys, None, row_tiles, clear, own)
     if queries is None and not scores:
         queries = _fragments(problem, target, "queries")
-    return _Tiles(keys, queries or choose_backward_shape(target, max(dims), dims[:1]))
+    return _Tiles(keys, queries or choose_backward_shape(target, max(dims), dims[:1]), scores=own)
 
 
 def _one_block(problem: AttentionProblem, target: Target, shape: Shape) -> bool:
@@ -203,6 +210,9 @@ class _Draft:
         self.problem, self.layout, self.target, self.tiles = problem, layout, target, tiles
         self.rows = math.prod(problem.out_shape[:3])
         self.steps: list[Step] = []
+        self.stores_scores = None
+        if "ds" in layout.views:
+            self.stores_scores = "queries" if tiles.scores is None else "scores"
         self.workspace = {"delta": self.rows}
         self.scratch: dict[str, int] = {}
         # Sums of dQ may be longer than dQ.
@@ -240,7 +250,8 @@ class _Draft:
         blocks = each * problem.batch * heads
         on_units = isinstance(shape, FragmentShape)
         options = score_options(problem) | {
-            "lse": False, "of": of, "shape": shape, "index64": self.index64, "sums": self.tiles.sums,
+            "lse": False, "of": of, "shape": shape, "index64": self.index64,
+            "sums": self.tiles.sums and of == "keys",
             "unit": self.layout.unit(_INPUTS), "aligned": self.layout.aligned(_INPUTS, RUN if on_units else QUAD),
         } | self.layout.rope_options(RUN if on_units else QUAD)  # fmt: skip
         kernel = _Kernel(options, self.scalars | {"blocks_each": each, "blocks": blocks})
@@ -249,7 +260,7 @@ class _Draft:
         if isinstance(shape, FragmentShape):
             self._add_on_units(kernel, shape, blocks)
         else:
-            config = BackwardConfig(**kernel.options, scores=of != "keys" and "ds" in self.layout.views)
+            config = BackwardConfig(**kernel.options, scores=of == self.stores_scores)
             self._add(config, build_backward, blocks, kernel.scalars)
 
     def _add_on_units(self, kernel: _Kernel, shape: FragmentShape, blocks: int) -> None:
