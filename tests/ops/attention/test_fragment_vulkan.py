@@ -79,6 +79,16 @@ def test_wide_tiles_fit(dims: tuple[int, int]) -> None:
             assert spirv.render(built, TARGET).code
 
 
+@pytest.mark.parametrize("dims", [(512, 512), (576, 512)], ids=str)
+def test_wide_gradients_that_are_rotated_fit(dims: tuple[int, int]) -> None:
+    """Gradients are rotated back through shared memory; what is left to add up scores decides."""
+    problem, views = planned(dims, rope=Rope("f32", dims[0], False))
+    tables = {name: grid.view_of(np.zeros((1, 1, 200, dims[0] // 2), np.float32)) for name in ("cos", "sin")}
+    (keys,) = (step for step in plan_backward(problem, views | tables, TARGET).steps if hasattr(step.config, "of"))
+    assert isinstance(keys.config, FragmentBackwardConfig) == (dims[0] == 512)
+    assert keys.build(keys.config, TARGET).shared_bytes <= TARGET.max_shared_bytes
+
+
 def test_columns_that_are_rotated_stay_together() -> None:
     problem, views = planned((128, 128), rope=Rope("f32", 128, False))
     tables = {name: grid.view_of(np.zeros((1, 1, 200, 64), np.float32)) for name in ("cos", "sin")}

@@ -181,6 +181,11 @@ class FragmentShape:
         passing = max(rest, self.block_q * row_stride(SIZE))
         return self.block_q * k_row + (passing if self.resident_q else rest + self.block_q * v_row)
 
+    @property
+    def row_numbers(self) -> int:
+        """Log-sum-exps and deltas of rows in shared memory in the kernel of dK and dV."""
+        return 2 * min(self.stages, 2) * self.block_kv
+
     def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
         """Bytes of shared memory of a forward kernel; over warpgroups with the barrier at which they meet."""
         barriers = 16 * (self.q_stages + 3 * self.stages) if self.copiers else 16 * self.warpgroups
