@@ -12,7 +12,7 @@ RUN = 8
 """Elements that are moved together."""
 
 _MOST_PASSING = 48 << 10
-"""Bytes of shared memory that may be reserved for matrices that only pass through it."""
+"""Bytes of shared memory that are too many for matrices that only pass through it."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ class FragmentShape:
 
     def in_pieces(self, head_dim: int) -> bool:
         """Whether the columns of Q that stay in registers are too many to pass through shared memory at once."""
-        return 2 * self.block_q * self.columns * row_stride(self._passing(head_dim)) > _MOST_PASSING
+        passing = 2 * self.block_q * self.columns * row_stride(self._passing(head_dim))
+        return passing + 4 * self.partial_scores >= _MOST_PASSING
 
     def piece(self, head_dim: int, value_dim: int) -> int:
         """Columns of Q that pass through shared memory at a time, for each of the subgroups that share rows."""
