@@ -225,7 +225,7 @@ def test_padding_is_not_written() -> None:
     wanted = torch.full_like(memory, 5.0)
     wanted[2, :, 5] = torch.tensor([1.0] * 4 + [-1.0] * 4)
     assert torch.equal(memory, wanted)
-    pages.store(cache, *(torch.cat([x, x]) for x in (new, -new)), torch.tensor([-1, 37, -1]))  # rows without a slot
+    pages.store(memory, *(torch.cat([x, x]) for x in (new, -new)), torch.tensor([-1, 37, -1]))  # rows without a slot
     assert torch.equal(memory, wanted)
 
 

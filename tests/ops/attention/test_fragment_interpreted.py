@@ -39,6 +39,7 @@ SHAPES = {
     "two-blocks-of-rows": FragmentShape(32, 32, 1, 1, False),
     "some-of-q-in-memory": FragmentShape(32, 16, 2, 1, False, register_columns=16),
     "scores-ahead": FragmentShape(32, 16, 2, 1, True, prefetch_scores=True),
+    "shared-rows": FragmentShape(32, 16, 4, 1, True, columns=2, depth_parts=2),
     "warpgroups": FragmentShape(64, 16, 4, 2, False, warpgroups=True),
     "warpgroups-ahead": FragmentShape(64, 16, 4, 3, False, warpgroups=True),
 }

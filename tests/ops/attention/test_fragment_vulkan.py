@@ -60,10 +60,14 @@ def test_tiles_fit(dims: tuple[int, int]) -> None:
             assert built.shared_bytes <= TARGET.max_shared_bytes, kernel.shape
 
 
-@pytest.mark.parametrize("dims", [(288, 288), (512, 512), (576, 512)], ids=str)
-def test_wide_gradients_fit(dims: tuple[int, int]) -> None:
-    """What a workgroup owns is in registers; the kernels are SPIR-V, too."""
+@pytest.mark.parametrize("dims", [(320, 320), (576, 512)], ids=str)
+def test_wide_tiles_fit(dims: tuple[int, int]) -> None:
+    """Q, or both matrices that a workgroup of a backward kernel owns, is in registers; the kernels are SPIR-V, too."""
     problem, views = planned(dims, return_lse=True)
+    (step,) = plan_forward(problem, {name: views[name] for name in "qkvo"}, TARGET).steps
+    assert isinstance(step.config, FragmentConfig) and step.config.shape.depth_parts == 2
+    forward = build_forward(step.config, TARGET)
+    assert forward.shared_bytes + VOTE <= TARGET.max_shared_bytes and spirv.render(forward, TARGET).code
     for deterministic in (False, True):
         plan = plan_backward(replace(problem, deterministic=deterministic), views, TARGET)
         kernels = [step.config for step in plan.steps if isinstance(step.config, FragmentBackwardConfig)]
@@ -73,6 +77,16 @@ def test_wide_gradients_fit(dims: tuple[int, int]) -> None:
             built = build_backward_fragment(kernel, TARGET)
             assert built.shared_bytes <= TARGET.max_shared_bytes, kernel.shape
             assert spirv.render(built, TARGET).code
+
+
+@pytest.mark.parametrize("dims", [(512, 512), (576, 512)], ids=str)
+def test_wide_gradients_that_are_rotated_fit(dims: tuple[int, int]) -> None:
+    """Gradients are rotated back through shared memory; what is left to add up scores decides."""
+    problem, views = planned(dims, rope=Rope("f32", dims[0], False))
+    tables = {name: grid.view_of(np.zeros((1, 1, 200, dims[0] // 2), np.float32)) for name in ("cos", "sin")}
+    (keys,) = (step for step in plan_backward(problem, views | tables, TARGET).steps if hasattr(step.config, "of"))
+    assert isinstance(keys.config, FragmentBackwardConfig) == (dims[0] == 512)
+    assert keys.build(keys.config, TARGET).shared_bytes <= TARGET.max_shared_bytes
 
 
 def test_columns_that_are_rotated_stay_together() -> None:

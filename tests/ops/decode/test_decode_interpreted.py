@@ -15,6 +15,7 @@ from aule.codegen import TARGETS
 from aule.engine.memory import STORED
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
+from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.reference import compare
 from aule.ops.decode.plan.decode import Combine, decode_views, plan_decode
 from aule.ops.decode.problem import DecodeProblem
@@ -128,6 +129,16 @@ def test_prefill_on_matrix_units() -> None:
     check(case, fragments.target())
     check(replace(case, rows=70, page=3, options={"sinks": True}), fragments.target())
     check(replace(case, rows=70, page=0, dims=(40, 24), options={"causal": False}), fragments.target())
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_prefill_of_wide_heads(arch: str) -> None:
+    """Values wider than a product of warpgroups: subgroups that share rows divide the columns."""
+    case = decode_cases.Case("prefill", (90, 70), (80, 2), (2, 1), (320, 288), "f16", page=16, options={"window": 50})
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    *_, step = plan_decode(problem, decode_views(operands, operands.q), fragments.target(arch)).steps
+    assert isinstance(step.config, FragmentConfig) and step.config.shape.columns == 2
+    check(case, fragments.target(arch))
 
 
 def test_entries_outside_of_the_pool_read_inside_of_it() -> None:

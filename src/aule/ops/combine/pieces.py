@@ -18,7 +18,7 @@ from aule.ops.scores.parameters import Parameters
 from aule.ops.shared.tickets import when_last
 from aule.target import Target
 from aule.tile.common.matrix import QUAD, Matrix, padded
-from aule.tile.fragment.arrangement import SIZE, arrange
+from aule.tile.fragment.arrangement import arrange
 from aule.tile.fragment.engine import FragmentTile
 from aule.tile.fragment.shape import FragmentShape
 
@@ -72,7 +72,8 @@ def lane_numbers(shape: FragmentShape, value_dim: int, target: Target) -> int:
     """Values of a block that a lane on matrix units holds: elements of O, and m and l of each row."""
     results, height = arrange(target).results, arrange(target).height
     rows = len({results.place(0, part)[0] for part in range(results.parts)}) * shape.rows // height
-    return results.parts * shape.rows * padded(value_dim, SIZE) // (height * arrange(target).width) + 2 * rows
+    columns = shape.result_columns(value_dim) // shape.columns
+    return results.parts * shape.rows * columns // (height * arrange(target).width) + 2 * rows
 
 
 class LanePartials:

@@ -12,7 +12,7 @@ RUN = 8
 """Elements that are moved together."""
 
 _MOST_PASSING = 48 << 10
-"""Bytes of shared memory that may be reserved for matrices that only pass through it."""
+"""Bytes of shared memory that are too many for matrices that only pass through it."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,13 @@ class FragmentShape:
         Subgroups that share rows in the kernel of dK and dV. Each computes some columns of the scores, which then pass
         through shared memory, and some columns of the results: more rows to a subgroup, and fewer reads in all. With
         ``resident_q``, some rows of the scores instead, so that each matrix is in one subgroup's registers, as are its
-        own rows of P and dS when they are multiplied.
+        own rows of P and dS when they are multiplied. Forward, with as many ``depth_parts``: they divide the columns of
+        Q, which stay in registers, and of O.
     depth_parts : int
         Of the subgroups that share rows, so many compute the same scores, each over its part of the depth of the
         products, and add their parts up in shared memory. A power of two that divides ``columns``. With
-        ``resident_q``, both matrices that the workgroup owns stay in registers; all subgroups then share rows and
-        divide the depth, so that each needs nothing but its own columns.
+        ``resident_q``, both matrices that the workgroup of a backward kernel owns stay in registers; all subgroups then
+        share rows and divide the depth, so that each needs nothing but its own columns.
     staged : bool
         Results pass through shared memory to become factors.
     warpgroups : bool
@@ -119,7 +120,7 @@ class FragmentShape:
 
     @property
     def partial_scores(self) -> int:
-        """Numbers of shared memory through which parts of scores are added up in a backward kernel."""
+        """Numbers of shared memory through which parts of scores are added up."""
         return self.block_q * self.block_kv * self.depth_parts if self.depth_parts > 1 else 0
 
     def q_columns(self, head_dim: int) -> int:
@@ -130,7 +131,8 @@ class FragmentShape:
         """Elements of resident Q, and of one stage of K and of V."""
         stays = self.q_columns(head_dim)
         q_row, k_row, v_row = (
-            padded(d, PANEL) if self.warpgroups else row_stride(d) for d in (stays, head_dim, value_dim)
+            padded(d, PANEL) if self.warpgroups else row_stride(d)
+            for d in (stays, self.result_columns(head_dim), self.result_columns(value_dim))
         )
         return self.block_q * q_row if stays else 0, self.block_kv * k_row, self.block_kv * v_row
 
@@ -141,22 +143,26 @@ class FragmentShape:
         if self.copiers:
             return self.q_stages * q + self.stages * (k + v)
         stages = self.stages * (k + v) + (v if self.warpgroups else 0)
-        passing = SIZE if self.in_pieces(head_dim) else padded(head_dim, SIZE) - self.q_columns(head_dim)
-        return q + max(stages, self.block_q * row_stride(passing) if passing else 0)
+        passing = SIZE if self.in_pieces(head_dim) else self._passing(head_dim)
+        return q + max(stages, self.block_q * self.columns * row_stride(passing) if passing else 0)
+
+    def _passing(self, head_dim: int) -> int:
+        """Columns of Q that stay in registers, of one of the subgroups that share rows."""
+        return self.result_columns(head_dim) // self.columns - self.q_columns(head_dim)
 
     def in_pieces(self, head_dim: int) -> bool:
         """Whether the columns of Q that stay in registers are too many to pass through shared memory at once."""
-        passing = padded(head_dim, SIZE) - self.q_columns(head_dim)
-        return 2 * self.block_q * row_stride(passing) > _MOST_PASSING
+        passing = 2 * self.block_q * self.columns * row_stride(self._passing(head_dim))
+        return passing + 4 * self.partial_scores >= _MOST_PASSING
 
     def piece(self, head_dim: int, value_dim: int) -> int:
-        """Columns of Q that pass through shared memory at a time."""
+        """Columns of Q that pass through shared memory at a time, for each of the subgroups that share rows."""
         room = self.tile_elements(head_dim, value_dim) - self.shared_elements(head_dim, value_dim)[0]
-        return (room // self.block_q - RUN) // SIZE * SIZE
+        return (room // (self.block_q * self.columns) - RUN) // SIZE * SIZE
 
     def result_columns(self, dim: int) -> int:
-        """Columns of a matrix in a backward kernel: as many for each of the subgroups that share rows, in fragments or,
-        for warpgroups that share rows, in panels."""
+        """Columns of a matrix: as many for each of the subgroups that share rows, in fragments or, for warpgroups that
+        share rows, in panels."""
         return padded(dim, self.columns * (PANEL if self.warpgroups and self.columns > 1 else SIZE))
 
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
@@ -176,10 +182,16 @@ class FragmentShape:
         passing = max(rest, self.block_q * row_stride(SIZE))
         return self.block_q * k_row + (passing if self.resident_q else rest + self.block_q * v_row)
 
+    @property
+    def row_numbers(self) -> int:
+        """Log-sum-exps and deltas of rows in shared memory in the kernel of dK and dV."""
+        return 2 * min(self.stages, 2) * self.block_kv
+
     def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
         """Bytes of shared memory of a forward kernel; over warpgroups with the barrier at which they meet."""
         barriers = 16 * (self.q_stages + 3 * self.stages) if self.copiers else 16 * self.warpgroups
-        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements) + barriers
+        tiles = itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements)
+        return tiles + 4 * self.partial_scores + barriers
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Bytes of shared memory of a backward kernel."""

@@ -24,6 +24,8 @@ SUBGROUPS = 4
 """Subgroups of a warpgroup."""
 ROWS = SUBGROUPS * SIZE
 """Rows of a product."""
+MOST_COLUMNS = 256
+"""Columns of a product at most."""
 
 
 def has_warpgroups(target: Target, dtype: str) -> bool:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from math import gcd
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32
@@ -27,9 +26,10 @@ from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import GradientKernel, KeysKernel
 from aule.ops.attention.prepass.tile_list import TileList, tile_at
 from aule.target import Target
-from aule.tile.common.matrix import QUAD, Matrix, divmod_const
+from aule.tile.common.matrix import Matrix, divmod_const
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile
+from aule.tile.fragment.partial_sums import PartialSums
 from aule.tile.fragment.rope import exchange_bytes, transfer_of
 from aule.tile.fragment.shape import RUN, row_stride
 from aule.tile.fragment.transfer import Transfer
@@ -76,9 +76,7 @@ class _Kernel(GradientKernel):
         if config.rope is not None:
             self.size = max(self.size, exchange_bytes(rows, self.widths[0]) // 2)
         self.memory = b.shared("tiles", self.engine.elem, self.size)
-        self.partial_scores = (
-            b.shared("partials", f32, self.shape.partial_scores) if self.shape.partial_scores else None
-        )
+        self.partial_sums = PartialSums(self.engine) if self.shape.depth_parts > 1 else None
 
     def transfer(self, matrix: Matrix) -> Transfer:
         """A transfer of the others' rows. With one stage they wait in registers until everyone has read the last."""
@@ -178,46 +176,18 @@ class _Kernel(GradientKernel):
             lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * cols, transposed=True),
             self.depths[which] if parts == 1 else self.widths[which] // (SIZE * parts),
         )
-        if self.partial_scores is not None:
+        if self.partial_sums is not None:
             if which == 1:
                 b.barrier()  # everyone has read the parts of S
-            self._add_parts(tile, self.partial_scores)
+            self.partial_sums.put(tile)
+            b.barrier()
+            self.partial_sums.add(tile)
         return tile
 
     def _depth_start(self, which: int) -> Value | int:
         """The first column of the subgroup's part of a product's depth."""
         parts = self.shape.depth_parts
         return 0 if parts == 1 else self.depth_part * (self.widths[which] // parts)
-
-    def _add_parts(self, tile: FragmentTile, memory: Value) -> None:
-        """Add up the parts of a tile of scores that subgroups have computed. They hold the same elements in the same
-        registers, so that a lane adds what the same lane of the others has."""
-        b, arrangement = self.b, self.engine.arrangement
-        lanes, parts = arrangement.lanes, arrangement.results.parts
-        run = gcd(parts, QUAD)
-        variables = [variable for row in tile.vars for variable in row]
-        size = len(variables) * parts * lanes
-
-        def place(subgroup: Value) -> Value:
-            return subgroup * size + self.engine.lane * run
-
-        def offset(number: int, part: int) -> int:
-            return (number * parts + part) * lanes
-
-        own = place(self.engine.subgroup)
-        for number, variable in enumerate(variables):
-            for part in range(0, parts, run):
-                strip = [b.fragment_get(variable.value, part + i) for i in range(run)]
-                b.store(memory, own + offset(number, part), b.vector(strip))
-        b.barrier()
-        others = [place(self.engine.subgroup ^ i) for i in range(1, self.shape.depth_parts)]
-        for number, variable in enumerate(variables):
-            sums = [b.fragment_get(variable.value, part) for part in range(parts)]
-            for other in others:
-                for part in range(0, parts, run):
-                    more = b.unpack(b.load(memory, other + offset(number, part), run))
-                    sums[part : part + run] = [x + y for x, y in zip(sums[part : part + run], more, strict=True)]
-            variable.value = b.fragment_pack(self.engine.accumulator, sums)
 
     def accumulate(self, result: FragmentTile, left: Callable[[int], list[Value]], which: int, at: Value) -> None:
         """``result += left other``, this subgroup's columns; ``left`` gives a column of fragments."""

@@ -185,7 +185,7 @@ class KeysKernel(GradientKernel):
             self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
             self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),
         )
-        self.numbers = b.shared("numbers", f32, 2 * min(self.shape.stages, 2) * self.shape.block_kv)
+        self.numbers = b.shared("numbers", f32, self.shape.row_numbers)
 
     def members(self) -> tuple[Value, Value]:
         """The query heads of the key head that the workgroup passes over: the first, and the one after the last."""

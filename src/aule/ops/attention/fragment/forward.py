@@ -19,12 +19,13 @@ from aule.ops.attention.fragment.tile_order import TilePlace
 from aule.ops.combine.pieces import pieces
 from aule.ops.softmax.online_softmax import LAG, SoftmaxState, follow
 from aule.target import Target
-from aule.tile.common.matrix import Matrix, padded
+from aule.tile.common.matrix import Matrix, divmod_const, padded
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile
 from aule.tile.fragment.nonfinite import added, sorted_out
+from aule.tile.fragment.partial_sums import PartialSums
 from aule.tile.fragment.rope import transfer_of
-from aule.tile.fragment.shape import row_stride
+from aule.tile.fragment.shape import RUN, row_stride
 
 LeftFactors = Callable[[int], list[Value]]
 """Gives the left factors of the k-th 16 columns, one for each 16 rows."""
@@ -62,10 +63,15 @@ class FragmentForward(TileMemory):
         self.memory = b.shared("tiles", engine.elem, shape.tile_elements(config.head_dim, config.value_dim))
         self.k_start = b.const(q, i32)
         self.v_start = self.k_start + shape.stages * self.k_size
-        self.k_stride, self.v_stride = row_stride(config.head_dim), row_stride(config.value_dim)
-        self.k_depth = padded(config.head_dim, SIZE) // SIZE
-        self.keys = transfer_of(engine, self.k, shape.block_kv, self.memory)
-        self.values = engine.transfer(self.v, shape.block_kv, self.memory)
+        k_width, v_width = (shape.result_columns(dim) for dim in (config.head_dim, config.value_dim))
+        self.k_stride, self.v_stride = row_stride(k_width), row_stride(v_width)
+        self.k_depth = k_width // (SIZE * shape.depth_parts)
+        self.keys = transfer_of(engine, self.k, shape.block_kv, self.memory, width=k_width)
+        self.values = engine.transfer(self.v, shape.block_kv, self.memory, width=v_width)
+        self.partial_sums = PartialSums(engine) if shape.depth_parts > 1 else None
+        if self.partial_sums is not None:
+            alike = shape.columns == shape.depth_parts and shape.resident_q and not shape.register_columns
+            assert alike and not shape.prefetch_scores, shape
         return engine
 
     # -- the algorithm ---------------------------------------------------------------------------------------------
@@ -142,8 +148,14 @@ class FragmentForward(TileMemory):
     def _pass(self, at: TilePlace, q: LeftFactors, O: FragmentTile, rows: list[SoftmaxState], full: bool) -> None:
         nonfinite = self._await_keys(at, full)
         S = self._scores_of(q, self._memory_of(at.stage)[0])
+        if self.partial_sums is not None:
+            self.partial_sums.put(S)
         if self.shape.stages == 1:
             nonfinite = self._await_values(at, full)
+        elif self.partial_sums is not None:
+            self.b.barrier()
+        if self.partial_sums is not None:
+            self.partial_sums.add(S)
         self._add_values(at, S, O, rows, nonfinite, full)
 
     def _prefetch_scores(self, S: FragmentTile, tile: Value, q: LeftFactors, full: bool) -> None:
@@ -157,6 +169,7 @@ class FragmentForward(TileMemory):
         b, engine, width = self.b, self.engine, self.engine.arrangement.width
         b.comment("S = Q K^T")
         S = engine.tile(self.shape.rows, self.shape.block_kv)
+        k_at = k_at + self._first_column(self.config.head_dim)
         engine.multiply(
             S,
             q,
@@ -202,10 +215,15 @@ class FragmentForward(TileMemory):
             S.map(lambda s, r, c: s * self.scale)
         self._apply([m for m in self.modifiers if m.everywhere or not full], S, key0)
 
+    def _first_column(self, dim: int) -> Value | int:
+        """The first of the subgroup's columns of a matrix."""
+        return self.part * self._own_columns(dim) if self.shape.columns > 1 else 0
+
     # -- products with V -------------------------------------------------------------------------------------------
 
     def _multiply_values(self, O: FragmentTile, factors: LeftFactors, v_at: Value) -> None:
         engine, width = self.engine, self.engine.arrangement.width
+        v_at = v_at + self._first_column(self.config.value_dim)
         engine.multiply(
             O,
             factors,
@@ -216,6 +234,7 @@ class FragmentForward(TileMemory):
     def _multiply_nonfinite(self, O: FragmentTile, factors: list[list[Value]], key0: Value, v_at: Value) -> None:
         """``O += P V`` where a key of weight zero adds nothing even if its value is Inf or NaN. Slow."""
         b, engine, width = self.b, self.engine, self.engine.arrangement.width
+        own = v_at + self._first_column(self.config.value_dim)
         with b.loop(0, 3, name="kind") as kind:
             b.barrier()
             self.values.rewrite(key0, v_at, lambda run: sorted_out(b, engine.elem, run, kind))
@@ -223,7 +242,7 @@ class FragmentForward(TileMemory):
             for j in range(len(O.vars[0])):
                 part = [b.fragment_fill(engine.accumulator, 0.0) for _ in O.vars]
                 for k in range(self.shape.block_kv // SIZE):
-                    right = engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * width)
+                    right = engine.load_right(self.memory, own, self.v_stride, k * SIZE, j * width)
                     part = [engine.multiply_add(factors[k][i], right, x) for i, x in enumerate(part)]
                 for row, x in zip(O.vars, part, strict=True):
                     row[j].value = added(engine, row[j].value, x, kind)
@@ -233,6 +252,8 @@ class FragmentForward(TileMemory):
     def _load_q(self) -> LeftFactors:
         """Bring in the block's rows of Q, some to stay in shared memory, the others in registers."""
         b, engine, shape = self.b, self.engine, self.shape
+        if shape.columns > 1:
+            return self._load_columns_of_q()
         if shape.prefetch_scores and self.q.rotary is None:
             transfer = engine.transfer(self.q, shape.block_q, self.memory)
             if can_deal_out(transfer):
@@ -254,10 +275,46 @@ class FragmentForward(TileMemory):
         self._clear_padding()  # the first barrier of the loop shows the rest of Q, too
         return lambda k: load(k) if load is not None and k * SIZE < stays else fragments[k - stays // SIZE]
 
-    def _bring_columns(self, first: int, end: int, start: Value) -> LeftFactors:
-        """Bring some columns of the block's rows of Q into shared memory from ``start`` on."""
+    def _load_columns_of_q(self) -> LeftFactors:
+        """Bring in the block's rows of Q. Each subgroup keeps its columns in registers; all have as many pass through
+        shared memory at a time."""
+        b, engine, shape, cols = self.b, self.engine, self.shape, self.q.cols
+        own, piece = self._own_columns(cols), max(shape.piece(cols, self.v.cols), SIZE)
+        pieces = -(-own // piece)
+        width = padded(-(-own // pieces), SIZE)
+        fragments: list[list[Value]] = []
+        for first in range(0, own, width):
+            end = min(first + width, own)
+            size = shape.block_q * row_stride(end - first)
+            for part in range(shape.columns):
+                low, high = part * own + first, min(part * own + end, cols)
+                start = self.k_start + part * size
+                if low < high:
+                    self._bring_columns(low, high, start, end - first)
+                else:
+                    self._clear_rows(start, end - first)
+            b.barrier()
+            at = self.k_start + self.part * size + self.subgroup_row * row_stride(end - first)
+            rows = range(0, shape.rows, engine.arrangement.height)
+            for col in range(0, end - first, SIZE):
+                fragments.append([engine.load_left(self.memory, at, row_stride(end - first), r, col) for r in rows])
+            b.barrier()  # everyone has read it: the memory is free again
+        self._clear_padding()
+        return lambda k: fragments[k]
+
+    def _clear_rows(self, start: Value, width: int) -> None:
+        """Store zeros in place of the block's rows of ``width`` columns."""
+        b, threads, each = self.b, self.shape.threads, width // RUN
+        zero = b.splat(b.const(0, self.engine.elem), RUN)
+        for first in range(0, self.shape.block_q * each, threads):
+            row, run = divmod_const(b, self.engine.thread + first, each)
+            with b.if_(row < self.shape.block_q):
+                b.store(self.memory, start + row * row_stride(width) + run * RUN, zero)
+
+    def _bring_columns(self, first: int, end: int, start: Value, width: int = 0) -> LeftFactors:
+        """Bring some columns of the block's rows of Q into shared memory from ``start`` on, ``width`` with padding."""
         b, engine, shape = self.b, self.engine, self.shape
-        transfer = transfer_of(engine, self.q.columns(b, first, end), shape.block_q, self.memory)
+        transfer = transfer_of(engine, self.q.columns(b, first, end), shape.block_q, self.memory, width=width)
         transfer.clear_padding(start, 1)
         transfer.start(self.row0, start)
         transfer.finish(start)

@@ -29,7 +29,7 @@ from aule.ops.shared.tickets import when_last
 from aule.ops.softmax.online_softmax import NegatedMaximum, SoftmaxState, finish, from_sink
 from aule.target import Target
 from aule.tile.common.math import LOWEST, fold
-from aule.tile.common.matrix import Matrix, padded
+from aule.tile.common.matrix import Matrix, divmod_const
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile
 
@@ -75,7 +75,9 @@ class ForwardBlock(ABC):
         self.dropout = scores.dropout()
         self.engine = self._lay_out(target)
         self.maximum = NegatedMaximum(b, log2(self.engine.excess))
-        self.subgroup_row = self.engine.subgroup * shape.rows
+        # The subgroup's first row, and its number among those that share rows.
+        down, self.part = divmod_const(b, self.engine.subgroup, shape.columns)
+        self.subgroup_row = down * shape.rows
         self._order_tiles()
 
     # -- the block -------------------------------------------------------------------------------------------------
@@ -115,6 +117,10 @@ class ForwardBlock(ABC):
         reach = self.scores.reach_of_rows(self.row0, self.shape.block_q)
         self.tiles = TileOrder.of(self.b, reach, self.shape.block_kv, self.config.everywhere, self.piece)
 
+    def _own_columns(self, dim: int) -> int:
+        """Columns of a matrix that a subgroup works on."""
+        return self.shape.result_columns(dim) // self.shape.columns
+
     # -- softmax ---------------------------------------------------------------------------------------------------
 
     def _start_rows(self) -> list[SoftmaxState]:
@@ -127,7 +133,7 @@ class ForwardBlock(ABC):
         """O and the states of its rows before the first key. A sink is counted once: when pieces are combined, if there
         are any."""
         rows = self._start_rows()
-        O = self.engine.tile(self.shape.rows, self.config.value_dim)
+        O = self.engine.tile(self.shape.rows, self._own_columns(self.config.value_dim))
         if self.config.sinks and (self.piece is None or combining):
             self._start_from_sink(rows)
         return O, rows
@@ -206,18 +212,22 @@ class ForwardBlock(ABC):
             at = self.row0 + self.subgroup_row + O.row(r)
             if config.lse:
                 lse = end.log_sum_exp(rows[r].m)
-                with b.if_(b.eq(engine.lane_col, 0) & (at < seq_q)):
+                writes = b.eq(engine.lane_col, 0) & (at < seq_q)
+                if self.shape.columns > 1:
+                    writes = writes & b.eq(self.part, 0)
+                with b.if_(writes):
                     b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
         self._store(O, values, out)
 
     def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
         """Store this lane's elements of O."""
-        b, run = self.b, self.engine.run
+        b, run, width = self.b, self.engine.run, self.shape.result_columns(out.cols)
+        first = self.part * self._own_columns(out.cols) if self.shape.columns > 1 else 0
         for r, row in enumerate(values):
             at = self.row0 + self.subgroup_row + O.row(r)
             with b.if_(at < out.rows):
                 for c in range(0, len(row), run):
-                    out.store(b, at, O.col(c), row[c : c + run], padded(out.cols, SIZE))
+                    out.store(b, at, O.col(c) + first, row[c : c + run], width)
 
     # -- pieces of a block -----------------------------------------------------------------------------------------
 

@@ -163,8 +163,9 @@ def _fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentSh
     shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of)
     if shape is None or problem.rope is None:
         return shape
-    fits = exchange_bytes(shape.block_q, shape.result_columns(problem.head_dim)) <= target.max_shared_bytes
-    return shape if rotates_runs(problem) and fits else None
+    exchanged = exchange_bytes(shape.block_q, shape.result_columns(problem.head_dim))
+    shared = exchanged + 4 * (shape.partial_scores + shape.row_numbers)
+    return shape if rotates_runs(problem) and shared <= target.max_shared_bytes else None
 
 
 def _can_add(problem: AttentionProblem, target: Target) -> bool:

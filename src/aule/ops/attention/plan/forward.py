@@ -61,7 +61,8 @@ def plan_forward(
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     """
-    widest = int(tuning.number(target, "attention.forward.widest_values"))
+    rotated = problem.rope is not None
+    widest = int(tuning.number(target, "attention.forward.widest_values", rotated=rotated))
     if shape is None and problem.value_dim > widest and _slices_pay(problem, views, target, aligned_base, widest):
         return _plan_slices(problem, views, target, aligned_base, widest)
     draft = _Draft(problem, Layout(views, aligned_base or {}), target)

@@ -16,7 +16,7 @@ from aule.tile.fragment.arrangement import arrange
 from aule.tile.fragment.engine import factor_elem, fitted, multiplies
 from aule.tile.fragment.shape import FragmentShape
 from aule.tile.simt.shape import SimtShape, uses_subgroups
-from aule.tile.warpgroup.engine import has_warpgroups
+from aule.tile.warpgroup.engine import MOST_COLUMNS, has_warpgroups
 from aule.tuning import model
 
 SIMT = "attention.forward.simt"
@@ -58,7 +58,7 @@ def choose_warpgroups(
     no such products. ``length`` is the number of rows and keys if every row attends to every key, and 0 otherwise;
     ``keys`` the number of keys, if known; ``rows`` the number of query rows of all heads if workgroups may stay for
     several blocks of them (`forward_roles.stays`), and 0 otherwise."""
-    if not has_warpgroups(target, dtype) or not multiplies(target, dtype):
+    if not has_warpgroups(target, dtype) or not multiplies(target, dtype) or value_dim > MOST_COLUMNS:
         return None
     facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "modifier": modifier, "length": length, "keys": keys}
 
@@ -89,6 +89,8 @@ def choose_fragments(
     itemsize = factor_elem(dtype).bits // 8
 
     def fits(shape: FragmentShape) -> bool:
+        if rotated and shape.depth_parts > 1:
+            return False
         shared = shape.shared_bytes(head_dim, value_dim, itemsize)
         return runs(shape, target) and shared <= target.max_shared_bytes
 
