@@ -80,9 +80,20 @@ def op(name: str) -> Callable[[dict[str, str]], bool]:
     return lambda row: row["op"] == name
 
 
+def timeable(name: str) -> Callable[[dict[str, str]], bool]:
+    """Problems of benchmarks/sweep.py for which a peer takes long enough to be more than a launch."""
+    return lambda row: bool(row[f"{name}_ratio"]) and float(row[f"{name}_peer_us"]) >= 15
+
+
+def case(*words: str, without: str = "") -> Callable[[dict[str, str]], bool]:
+    """Cases whose names hold all words and not another."""
+    return lambda row: all(word in row["case"] for word in words) and not (without and without in row["case"])
+
+
 FORWARD, BACKWARD, DECODE = "h200-forward-bf16", "h200-backward-bf16", "h200-decode-bf16"
 FUSED, LINEAR = "h200-fused-bf16", "h200-linear-bf16"
 CPU, CPU_ROWS = "zen4-2core-cpu", "zen4-2core-fused-cpu"
+SWEEP, FLEX, WIDE, PAGED = "h200-sweep", "h200-flex-functions-bf16", "h200-wide-bf16", "h200-paged-fa3-bf16"
 EFFICIENT = "PyTorch (memory-efficient)"
 LINES = (
     Line("forward, bfloat16", "CUDA", "cuDNN", FORWARD, quotient("cuda_tflops", "cudnn_tflops")),
@@ -90,11 +101,27 @@ LINES = (
     Line("forward, bfloat16", "Vulkan", "FlashAttention-2", FORWARD, number("vulkan_ratio")),
     Line("backward, bfloat16", "CUDA", "FlashAttention-2", BACKWARD, number("cuda_ratio")),
     Line("backward, bfloat16", "Vulkan", "FlashAttention-2", BACKWARD, number("vulkan_ratio")),
+    Line("random shapes, forward", "CUDA", "PyTorch's fastest kernel", SWEEP, number("forward_ratio"),
+         timeable("forward")),
+    Line("random shapes, backward", "CUDA", "PyTorch's fastest kernel", SWEEP, number("backward_ratio"),
+         timeable("backward")),
+    Line("512 columns, forward", "CUDA", EFFICIENT, WIDE, number("ratio"), case("d512", "forward", without="vulkan")),
+    Line("512 columns, forward", "Vulkan", EFFICIENT, WIDE, number("ratio"), case("d512", "forward", "vulkan")),
+    Line("512 columns, backward", "CUDA", EFFICIENT, WIDE, number("ratio"), case("d512", "backward", without="vulkan")),
+    Line("512 columns, backward", "Vulkan", EFFICIENT, WIDE, number("ratio"), case("d512", "backward", "vulkan")),
+    Line("192 columns, values of 128", "CUDA", "cuDNN", WIDE, number("ratio"), case("prefill")),
+    Line("latent attention, decoding", "CUDA", "FlashMLA", WIDE, number("ratio"), case("mla")),
+    Line("vLLM's pages, decoding", "CUDA", "FlashAttention-3", PAGED, number("ratio"), lambda r: int(r["new"]) <= 4),
+    Line("vLLM's pages, prefill", "CUDA", "FlashAttention-3", PAGED, number("ratio"), lambda r: int(r["new"]) > 4),
     Line("forward, float32", "CUDA", EFFICIENT, "h200-forward-fp32", number("cuda_ratio")),
     Line("forward, float32", "Vulkan", EFFICIENT, "h200-forward-fp32", number("vulkan_ratio")),
     Line("backward, float32", "CUDA", EFFICIENT, "h200-backward-fp32", number("cuda_ratio")),
     Line("backward, float32", "Vulkan", EFFICIENT, "h200-backward-fp32", number("vulkan_ratio")),
     Line("masks, bfloat16, forward", "CUDA", "FlexAttention, compiled", "h200-flex-bf16", number("ratio")),
+    Line("your own functions, forward", "CUDA", "FlexAttention, compiled", FLEX, number("ratio"),
+         lambda r: bool(r["ratio"])),
+    Line("your own functions, backward", "CUDA", "FlexAttention, compiled", FLEX, number("backward_ratio"),
+         lambda r: bool(r["backward_ratio"])),
     Line("decoding, bfloat16", "CUDA", "cuDNN", DECODE, number("sdpa_over_aule"), lambda r: not quantised(r)),
     Line("decoding, int8 and fp8 caches", "CUDA", "cuDNN in bfloat16", DECODE, number("sdpa_over_aule"), quantised),
     Line("row operations, forward", "CUDA", "torch.compile", FUSED, quotient("aule_forward", "compile_forward"), large),
