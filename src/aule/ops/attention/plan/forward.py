@@ -32,6 +32,7 @@ from aule.tile.common.matrix import QUAD
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.shape import RUN, FragmentShape
 from aule.tile.simt.shape import SimtShape
+from aule.tile.warpgroup.engine import has_warpgroups
 from aule.tuning import model
 from aule.view import TensorView
 
@@ -61,8 +62,8 @@ def plan_forward(
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     """
-    rotated = problem.rope is not None
-    widest = int(tuning.number(target, "attention.forward.widest_values", rotated=rotated))
+    facts = {"rotated": problem.rope is not None, "warpgroups": has_warpgroups(target, problem.dtype)}
+    widest = int(tuning.number(target, "attention.forward.widest_values", **facts))
     if shape is None and problem.value_dim > widest and _slices_pay(problem, views, target, aligned_base, widest):
         return _plan_slices(problem, views, target, aligned_base, widest)
     draft = _Draft(problem, Layout(views, aligned_base or {}), target)

@@ -94,7 +94,7 @@ def choose_fragments(
         shared = shape.shared_bytes(head_dim, value_dim, itemsize)
         return runs(shape, target) and shared <= target.max_shared_bytes
 
-    facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "rows": rows}
+    facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "value_dim": value_dim, "rows": rows}
     return first_fitting(target, FRAGMENT, facts, fits)
 
 
