@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from aule.artifact import Artifact
 from aule.ir import KernelIR
 from aule.ops.attention.build import build_forward
 from aule.ops.attention.config import ForwardConfig, FragmentBackwardConfig, FragmentConfig
@@ -203,20 +204,25 @@ def compile_nvidia(arch: str, case: Case) -> Result:
     target = nvidia_target(arch)
     config = case.config(target)
     artifact = ptx.render(build_forward(config, target), target)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_bytes(artifact.code)
-        command = ["ptxas", "-v", f"-arch={arch}", str(source), "-o", str(Path(folder, "kernel.cubin"))]
-        output = said(command)
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", output)
-    used = re.search(r"Used (\d+) registers", output)
-    assert spilled and used, output
+    registers, spills = ptxas(artifact, arch)
     shared = artifact.shared_bytes
     if shared > SHARED_LIMITS[arch]:
         raise ValueError(f"{arch} {case}: {shared} bytes of shared memory")
-    return Result(
-        "ptxas", arch, str(case), tiles(config), 32, int(used[1]), None, max(int(spilled[1]), int(spilled[2])), shared
-    )
+    return Result("ptxas", arch, str(case), tiles(config), 32, registers, None, spills, shared)
+
+
+def ptxas(artifact: Artifact, arch: str) -> tuple[int, int]:
+    """Registers per thread and bytes of spills of a kernel; raises CalledProcessError when ptxas refuses the code."""
+    if b".target sm_90a" in artifact.code:
+        arch = "sm_90a"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_bytes(artifact.code)
+        output = said(["ptxas", "-v", f"-arch={arch}", str(source), "-o", str(Path(folder, "kernel.cubin"))])
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", output)
+    used = re.search(r"Used (\d+) registers", output)
+    assert spilled and used, output
+    return int(used[1]), max(int(spilled[1]), int(spilled[2]))
 
 
 # -- AMD ---------------------------------------------------------------------------------------------------------------

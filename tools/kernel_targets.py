@@ -28,6 +28,17 @@ def _cuda(arch: str, shared: int, units: int, *matrix_units: str) -> Target:
     )  # fmt: skip
 
 
+CUDA = {
+    "sm_75": _cuda("sm_75", 64 << 10, 40, "m16n8k8:f16:f32"),
+    "sm_80": _cuda("sm_80", 163 << 10, 108, *_MMA),
+    "sm_86": _cuda("sm_86", 99 << 10, 84, *_MMA),
+    "sm_89": _cuda("sm_89", 99 << 10, 128, *_MMA),
+    "sm_90": _cuda("sm_90", 227 << 10, 132, *_MMA, *WARPGROUP_UNITS),
+    "sm_100": _cuda("sm_100", 227 << 10, 148, *_MMA),
+    "sm_120": _cuda("sm_120", 99 << 10, 170, *_MMA),
+}
+"""NVIDIA's generations, as the CUDA runtime describes a GPU of each."""
+
 _VULKAN_BASICS = (
     "VK_EXT_scalar_block_layout",
     "VK_EXT_subgroup_size_control",
@@ -176,13 +187,13 @@ _V3 = ("sse4.1", "sse4.2", "avx", "avx2", "fma", "f16c")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 TARGETS: dict[str, Target] = {
-    "h200-cuda": _cuda("sm_90", 227 << 10, 132, *_MMA, *WARPGROUP_UNITS),
+    "h200-cuda": CUDA["sm_90"],
     "h200-vulkan": _H200_VULKAN,
     "h200-opencl": _H200_OPENCL,
     "h200-webgpu": _H200_WEBGPU,
-    "sm75-cuda": _cuda("sm_75", 64 << 10, 40, "m16n8k8:f16:f32"),
-    "sm80-cuda": _cuda("sm_80", 163 << 10, 108, *_MMA),
-    "sm120-cuda": _cuda("sm_120", 99 << 10, 170, *_MMA),
+    "sm75-cuda": CUDA["sm_75"],
+    "sm80-cuda": CUDA["sm_80"],
+    "sm120-cuda": CUDA["sm_120"],
     "rdna3-vulkan": _rdna3(32),
     "rdna3-vulkan64": _rdna3(64),
     "rdna3-staged": _rdna3(64, staged=True),

@@ -428,6 +428,7 @@ def test_what_lasts_is_given_up_last_by_the_second_level_cache() -> None:
         return text(b.finish(), arch)
 
     code = copied("sm_80")
+    assert ".version 7.4" in code and ".version 7.8" in copied("sm_89")
     policy = re.findall(r"createpolicy\.fractional\.L2::evict_last\.b64 (%rd\d+), 1\.0;", code)
     assert len(policy) == 1
     assert len(re.findall(rf"ld\.global\.nc\.L2::cache_hint\.v4\.b32 .*\], {policy[0]};", code)) == 2

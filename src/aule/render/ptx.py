@@ -88,6 +88,8 @@ def _version(kernel: KernelIR, arch: Arch) -> str:
     version = arch.version
     if version == "6.3" and any(op.opcode.startswith("fragment") for op in kernel.walk()):
         version = "6.5"  # ldmatrix and mma.sync of these shapes
+    if version in ("7.0", "7.1") and any(p.evict_last for p in kernel.params):
+        version = "7.4"  # cache policies
     if version in ("7.8", "8.0") and any(_is_vector_atomic(op) for op in kernel.walk()):
         version = "8.1"
     if version == "7.8" and (_ends_in_cluster_barrier(kernel) or any(_paired_words(op) for op in kernel.walk())):
