@@ -52,6 +52,13 @@ def test_blocks_follow_each_other(shape: FragmentShape, band: str, units: int) -
     check(arrays, BANDS[band], shape, units)
 
 
+def test_windows_with_full_tiles() -> None:
+    """Copies and products take tiles in one order: first those in which rows drop keys, on both sides of the others."""
+    rng = np.random.default_rng(2)
+    arrays = {name: rng.standard_normal((1, 1, 400, 16)).astype(np.float16) for name in "qkv"}
+    check(arrays, {"causal": True, "window": (200, 0)}, SMALL, 2)
+
+
 def test_tables_may_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is added to scores; other problems take the next record."""
     shape = CHOSEN[128]

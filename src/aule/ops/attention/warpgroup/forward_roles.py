@@ -224,6 +224,10 @@ class _Block(Forward):
         self.memory, self.q_start = self.slots.memory, self.queries.start
         self.k_start, self.v_start = (self.b.const(self.slots.starts[kind], i32) for kind in "kv")
 
+    def _order_tiles(self) -> None:
+        super()._order_tiles()
+        self.ascending = False  # copiers bring edge tiles first
+
     def _clear_padding(self) -> None:
         """Do nothing: all slots are clear already."""
 
