@@ -11,8 +11,9 @@ Parameters are buffers and scalars, in one order. Two calling conventions pass t
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -33,6 +34,45 @@ class Param:
     """Accesses of the kernel to a buffer."""
     evict_last: bool = False
     """Hint: keep data read from this buffer in the L2 cache as long as possible."""
+
+
+Swizzle = Literal[0, 32, 64, 128]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A buffer as a tensor, of which a kernel copies boxes to shared memory (``tensor_copy`` of the kernel language).
+
+    It is no argument of a launch: the runtime makes it from the buffer's address and some scalars. CUDA passes it by
+    value after all parameters, as a ``CUtensorMap`` of 128 bytes. Axes are counted from the one whose elements are
+    neighbours in memory.
+    """
+
+    name: str
+    buffer: str
+    """The buffer, which the kernel only reads."""
+    offset: str
+    """The scalar with the index of the tensor's first element."""
+    sizes: tuple[int | str, ...]
+    """The size of each axis: a number, or the scalar that has it."""
+    strides: tuple[str, ...]
+    """The scalars with the strides of all axes but the first, in elements."""
+    box: tuple[int, ...]
+    """The size of a box along each axis."""
+    swizzle: Swizzle
+    """How runs of 16 bytes are ordered in shared memory. Where this is not 0, a box is so many bytes wide, and the
+    number of a run within them is changed by exclusive or with the lowest bits of address / 128."""
+
+    @property
+    def box_elements(self) -> int:
+        """Elements of a box."""
+        return math.prod(self.box)
+
+    def described(self, scalars: Mapping[str, int | float]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Offset, sizes and strides in elements, for some values of the scalars."""
+        sizes = (scalars[x] if isinstance(x, str) else x for x in self.sizes)
+        strides = (scalars[x] for x in self.strides)
+        return int(scalars[self.offset]), tuple(map(int, sizes)), (1, *map(int, strides))
 
 
 @dataclass(frozen=True)
@@ -59,6 +99,8 @@ class Artifact:
     """The kernel waits for the previous launch itself and may start before it ends (programmatic dependent launch)."""
     extensions: tuple[str, ...] = ()
     """Device features that the code needs, named as in the language (``shader-f16``, ``cl_khr_fp16`` ...)."""
+    maps: tuple[TensorMap, ...] = ()
+    """Tensor maps, which follow the parameters in PTX."""
 
     @property
     def text(self) -> str:
@@ -84,6 +126,7 @@ class Artifact:
     def hash(self) -> str:
         """Digest of everything a driver sees."""
         head = repr((self.language, self.entry, self.params, self.workgroup, self.shared_bytes, self.subgroup_size))
+        head += repr(self.maps) if self.maps else ""
         return hashlib.sha256(head.encode() + self.code).hexdigest()
 
 

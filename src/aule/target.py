@@ -164,6 +164,8 @@ class Target:
     """A launch can start before the previous one has finished and wait for it inside the kernel (``launch_await``)."""
     max_cluster: int = 1
     """Maximum workgroups per cluster, which run at the same time and can access each other's shared memory."""
+    tensor_maps: bool = False
+    """One thread can copy boxes of a tensor to shared memory (``tensor_copy``), and the driver encodes tensor maps."""
     matrix_units: tuple[str, ...] = ()
     """Matrix products in hardware, as ``m16n16k16:f16:f32`` (shape, factors, accumulator); empty if none."""
     matrix_shape: tuple[int, int, int] = (16, 16, 16)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aule import codegen, store
-from aule.artifact import Artifact, Param
+from aule.artifact import Artifact, Param, TensorMap
 from aule.engine import cache
 from aule.errors import InvalidArgumentError
 from aule.ops.attention.config import ForwardConfig
@@ -35,6 +35,7 @@ ARTIFACT = Artifact(
     subgroup_size=32,
     uses_subgroups=True,
     extensions=("SPV_KHR_16bit_storage",),
+    maps=(TensorMap("q_tensor", "q_ptr", "n", (64, "n"), ("n",), (64, 128), 128),),
 )
 
 

@@ -119,7 +119,7 @@ class Cuda(Streams):
                 setattr(proxy, name, made)
                 return made
 
-        for place in ("launch_kernel", "launch_kernel_ex", "get_current", "func_load"):
+        for place in ("launch_kernel", "launch_kernel_ex", "get_current", "func_load", "encode_tensor_map"):
             setattr(driver, place, self.wrapped(place, getattr(driver, place)))
         driver.api = Proxy()  # type: ignore[assignment]
         patch.setattr(cu, "open_driver", lambda library: driver)

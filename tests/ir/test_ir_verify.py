@@ -268,6 +268,9 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("mbarrier", lambda k: k.b.mbarrier_init(k.tile), "expected shared memory of u64"),
     ("arrive", lambda k: k.b.mbarrier_arrive(k.read), "expected shared memory"),
     ("wait", lambda k: k.b.mbarrier_wait(k.b.shared("mbarrier", u64, 1), 0, k.x), "an i32 as the parity"),
+    ("expect", lambda k: k.b.mbarrier_expect(k.tile, 0, 16), "mbarrier_expect: expected shared memory of u64"),
+    ("tensor", lambda k: k.emit("tensor_copy", k.tile, k.n, k.tile, k.n, map="none"),
+     "tensor_copy: expected shared memory of u64 for the mbarrier"),
     ("warpgroup pending", lambda k: k.b.warpgroup_wait(-1), "expected pending to be a count of groups, got -1"),
     ("fragment add", lambda k: k.c + k.c, "add: expected scalars or vectors of one type, got fragment<f32"),
 ]  # fmt: skip

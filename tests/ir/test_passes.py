@@ -321,7 +321,7 @@ def test_the_cases_use_every_operation() -> None:
     # Copies past the registers are NVIDIA's alone, pairs some processors', and how much a lane holds of a fragment is
     # asked by the probe alone; the kernels that need them have them. Few languages have fences of the device, and one
     # device in two converts e4m3.
-    hoppers = {name for name in OPS if name.startswith(("warpgroup", "mbarrier", "cluster", "launch"))}
+    hoppers = {name for name in OPS if name.startswith(("warpgroup", "mbarrier", "tensor", "cluster", "launch"))}
     assert set(OPS) - used - hoppers == {
         "intrinsic", "async_copy", "async_copy_or_zero", "async_commit", "async_wait", "dot_pairs", "fragment_length",
         "device_fence", "e4m3_halves", "repeat", "roles",

@@ -27,12 +27,17 @@ typedef struct {
     CUlaunchAttribute *attrs;
     unsigned int numAttrs;
 } CUlaunchConfig;
+typedef uint32_t cuuint32_t;
+typedef uint64_t cuuint64_t;
+typedef struct { _Alignas(128) uint64_t opaque[16]; } CUtensorMap;
+typedef int CUtensorMapDataType, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion;
+typedef int CUtensorMapFloatOOBfill;
 #endif
 
 #define CONTEXT ((CUcontext)0x1000)
 #define MAX_ALLOCATIONS 4096
 
-struct CUmod_st { int parameters; };
+struct CUmod_st { int parameters, tensors; };
 struct CUfunc_st { struct CUmod_st *module; char name[64]; int attributes[16]; };
 struct CUstream_st { int capturing; };
 struct CUevent_st { unsigned flags; int recorded; };
@@ -48,7 +53,7 @@ static __thread int depth;
 
 /* What the last launch was given. */
 static struct {
-    uint64_t grid[3], block[3], shared, stream, values[16], early;
+    uint64_t grid[3], block[3], shared, stream, values[16], early, tensors[4][16];
     int parameters;
 } last;
 
@@ -271,7 +276,33 @@ CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end)
     return OK;
 }
 
-/* A module is "parameters N" and anything else; text with BAD in it is refused with a log. */
+/* A tensor map holds its arguments: address, type, swizzle, promotion and rank, then sizes, strides and box. */
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill)
+{
+    ENTER(0);
+    unsigned row = box[0] * 2;
+    if ((uintptr_t)map % 64 || (uintptr_t)address % 16 || !rank || rank > 5) return (CUresult)1;
+    if (((int)type != 6 && (int)type != 9) || (int)interleave || (int)fill || (int)promotion > 3) return (CUresult)1;
+    if ((int)swizzle > 3 || row % 16 || (swizzle && row > 16u << (int)swizzle)) return (CUresult)1;
+    uint64_t *word = map->opaque;
+    *word++ = (uint64_t)(uintptr_t)address;
+    *word++ = (uint64_t)type | (uint64_t)swizzle << 8 | (uint64_t)promotion << 16 | (uint64_t)rank << 24;
+    for (unsigned i = 0; i < rank; i++) {
+        if (!sizes[i] || sizes[i] > (uint64_t)1 << 32 || !box[i] || box[i] > 256 || steps[i] != 1) return (CUresult)1;
+        *word++ = sizes[i];
+    }
+    for (unsigned i = 0; i + 1 < rank; i++) {
+        if (!strides[i] || strides[i] % 16 || strides[i] >= (uint64_t)1 << 40) return (CUresult)1;
+        *word++ = strides[i];
+    }
+    for (unsigned i = 0; i < rank; i++) *word++ = box[i];
+    return OK;
+}
+
+/* A module is "parameters N", maybe "tensors N", and anything else; text with BAD in it is refused with a log. */
 CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int count, CUjit_option *options, void **values)
 {
     char *info = NULL, *errors = NULL;
@@ -290,6 +321,8 @@ CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int co
     *module = calloc(1, sizeof **module);
     const char *at = strstr(image, "parameters ");
     (*module)->parameters = at ? atoi(at + 11) : 0;
+    at = strstr(image, "tensors ");
+    (*module)->tensors = at ? atoi(at + 8) : 0;
     return OK;
 }
 CUresult cuModuleUnload(CUmodule module) { ENTER(1); free(module); return OK; }
@@ -356,6 +389,11 @@ static CUresult launched(CUfunction f, unsigned int gx, unsigned int gy, unsigne
     last.stream = (uint64_t)(uintptr_t)stream;
     last.parameters = f->module->parameters;
     for (int i = 0; i < last.parameters; i++) memcpy(&last.values[i], parameters[i], 8);
+    for (int i = 0; i < f->module->tensors; i++) {
+        const void *map = parameters[last.parameters + i];
+        if ((uintptr_t)map % 64) return (CUresult)1;
+        memcpy(last.tensors[i], map, sizeof last.tensors[i]);
+    }
     if (strcmp(f->name, "increment") == 0) { /* (int *data, int count, int by) */
         int *data = *(int **)parameters[0], count = *(int *)parameters[1], by_value = *(int *)parameters[2];
         for (int i = 0; i < count; i++) data[i] += by_value;

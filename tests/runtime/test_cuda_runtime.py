@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from aule import settings
-from aule.artifact import Artifact, Param
+from aule.artifact import Artifact, Param, TensorMap
 from aule.errors import (
     AuleError,
     BackendUnavailableError,
@@ -33,6 +33,7 @@ from aule.errors import (
     ShaderCompileError,
 )
 from aule.runtime import cuda
+from aule.runtime._cuda_driver import read_target
 from aule.runtime._stream_pool import Block, Pool
 from aule.runtime.base import Allocation
 from aule.runtime.cuda import CudaDevice
@@ -77,6 +78,14 @@ class Fake:
             "values": list(words[8:24]),
             "early": words[24],
         }
+
+    def tensor(self, i: int, rank: int) -> dict[str, int | list[int]]:
+        """A tensor map of the last launch, as the arguments of cuTensorMapEncodeTiled."""
+        words = self.lib.fake_last()[25 + 16 * i : 41 + 16 * i]
+        kinds = {name: words[1] >> shift & 255 for shift, name in ((0, "type"), (8, "swizzle"), (16, "promotion"))}
+        assert words[1] >> 24 == rank
+        sizes, strides, box = words[2:][:rank], words[2 + rank :][: rank - 1], words[1 + 2 * rank :][:rank]
+        return {"address": words[0], **kinds, "sizes": sizes, "strides": strides, "box": box}
 
     def device(self) -> CudaDevice:
         device = cuda.devices(self.path)[0]
@@ -163,8 +172,8 @@ class TestEnumeration:
         assert hopper.bf16 and not turing.bf16 and turing.f16
         assert "m16n8k16:bf16:f32" in hopper.matrix_units and turing.matrix_units == ("m16n8k8:f16:f32",)
         assert set(WARPGROUP_UNITS) < set(hopper.matrix_units)
-        assert (hopper.overlap, hopper.max_cluster) == (True, 8)
-        assert (turing.overlap, turing.max_cluster) == (False, 1)
+        assert (hopper.overlap, hopper.max_cluster, hopper.tensor_maps) == (True, 8, True)
+        assert (turing.overlap, turing.max_cluster, turing.tensor_maps) == (False, 1, False)
         hash(hopper)
 
     def test_used_as_an_older_one(self, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +181,7 @@ class TestEnumeration:
         monkeypatch.setenv("AULE_CUDA_ARCH", "80")
         hopper, turing = (d.target for d in cuda.devices(fake.path))
         assert (hopper.arch, hopper.max_shared_bytes, hopper.max_cluster) == ("sm_80", 166912, 1)
+        assert not hopper.tensor_maps
         assert "m16n8k16:bf16:f32" in hopper.matrix_units and not set(WARPGROUP_UNITS) & set(hopper.matrix_units)
         assert turing.arch == "sm_75", "an older one stays what it is"
         monkeypatch.setenv("AULE_CUDA_ARCH", "sm_80")
@@ -629,6 +639,108 @@ class TestPrepared:
         for thread in threads:
             thread.join()
         assert [int(c[0]) for c in counters] == [500] * 4
+
+
+def with_tensors() -> Artifact:
+    """A kernel with a tensor of four axes, [batch, heads, rows, 64] in elements of bf16, and one of two."""
+    names = ("offset", "rows", "heads", "batch", "row_stride", "head_stride", "batch_stride")
+    scalars = [Param(n, "scalar", "i32" if n in ("rows", "heads", "batch") else "i64") for n in names]
+    params = (*(Param(n, "buffer", "bf16") for n in "ab"), *scalars)
+    wide = TensorMap(
+        "wide", "b", "offset", (64, *names[1:4]), ("row_stride", "head_stride", "batch_stride"), (64, 128, 1, 1), 128
+    )
+    flat = TensorMap("flat", "a", "offset", (32, "rows"), ("row_stride",), (16, 8), 32)
+    return Artifact("ptx", b"parameters 9 tensors 2", "mapped", params, 128, maps=(wide, flat))
+
+
+@needs_compiler
+class TestTensorMaps:
+    SCALARS = (8, 1000, 4, 1, 256, 64, 3)  # an axis of one element, whose stride does not count
+
+    def expected(self, a: int, b: int) -> list[dict[str, int | list[int]]]:
+        wide = {"address": b + 16, "type": 9, "swizzle": 3, "promotion": 2, "sizes": [64, 1000, 4, 1],
+                "strides": [512, 128, 16], "box": [64, 128, 1, 1]}  # fmt: skip
+        flat = {"address": a + 16, "type": 9, "swizzle": 1, "promotion": 2, "sizes": [32, 1000], "strides": [512],
+                "box": [16, 8]}  # fmt: skip
+        return [wide, flat]  # type: ignore[list-item]
+
+    def got(self, fake: Fake) -> list[dict[str, int | list[int]]]:
+        return [fake.tensor(0, 4), fake.tensor(1, 2)]
+
+    def test_encoded_again_when_a_buffer_moves(self, fake: Fake, device: CudaDevice) -> None:
+        program = device.load(with_tensors())
+        prepared = device.prepare(program, (1, 1, 1), [None, None, *self.SCALARS])
+        other = device.prepare(program, (1, 1, 1), [None, None, *self.SCALARS])
+        fake.lib.fake_push_primary()
+        fake.calls()
+        gc.collect()  # nobody but the launch holds what the driver reads
+        prepared.launch((4096, 8192), 0)
+        assert fake.calls() == ["cuTensorMapEncodeTiled"] * 2 + ["cuLaunchKernelEx"]
+        assert self.got(fake) == self.expected(4096, 8192)
+        assert fake.last()["values"][:4] == [4096, 8192, 8, 1000]  # type: ignore[index]
+        prepared.launch((4096, 8192), 0)
+        assert fake.calls() == ["cuLaunchKernelEx"]
+        other.launch((64, 128), 0)
+        fake.calls()
+        prepared.launch((4096, 1024), 0)
+        assert fake.calls() == ["cuTensorMapEncodeTiled", "cuLaunchKernelEx"]
+        assert self.got(fake) == self.expected(4096, 1024)
+        prepared.launch((4096, 8192), 0)
+        assert fake.calls() == ["cuLaunchKernelEx"], "addresses that come back are known"
+        assert self.got(fake) == self.expected(4096, 8192)
+        for i in range(100):
+            prepared.launch((4096, 16 * i), 0)
+            assert self.got(fake) == self.expected(4096, 16 * i)
+        fake.lib.fake_pop()
+
+    def test_launch(self, fake: Fake, device: CudaDevice) -> None:
+        """Scalars may change from launch to launch."""
+        program = device.load(with_tensors())
+        a, b = device.alloc(4096), device.alloc(4096)
+        for rows in (1000, 2000):
+            device.launch(program, (1, 1, 1), [a, b, 8, rows, *self.SCALARS[2:]])
+            got = self.got(fake)
+            assert [got[0]["sizes"], got[1]["sizes"]] == [[64, rows, 4, 1], [32, rows]]
+            assert [x["address"] for x in got] == [b.address + 16, a.address + 16]
+
+    def test_capture(self, fake: Fake, device: CudaDevice) -> None:
+        """Nothing but the launch is recorded: maps are encoded on the host."""
+        prepared = device.prepare(device.load(with_tensors()), (1, 1, 1), [None, None, *self.SCALARS])
+        stream = ctypes.c_void_p()
+        fake.lib.fake_push_primary()
+        fake.lib.cuStreamCreate(ctypes.byref(stream), 1)
+        fake.lib.fake_capture(stream, 1)
+        fake.calls()
+        for pointers in ((4096, 8192), (512, 1024)):
+            prepared.launch(pointers, stream.value or 0)
+            assert fake.calls() == ["cuTensorMapEncodeTiled"] * 2 + ["cuLaunchKernelEx"]
+            assert self.got(fake) == self.expected(*pointers)
+        fake.lib.fake_pop()
+
+    @pytest.mark.parametrize(
+        ("pointers", "scalars"),
+        [((4096, 8200), SCALARS), ((4096, 8192), (4, *SCALARS[1:])), ((4096, 8192), (8, 0, *SCALARS[2:])),
+         ((4096, 8192), (*SCALARS[:4], 252, *SCALARS[5:])), ((4096, 8192), (*SCALARS[:4], 1 << 39, *SCALARS[5:]))],
+        ids=["address", "offset", "empty", "stride", "far"],
+    )  # fmt: skip
+    def test_refused(self, fake: Fake, device: CudaDevice, pointers: tuple[int, int], scalars: tuple[int, ...]) -> None:
+        prepared = device.prepare(device.load(with_tensors()), (1, 1, 1), [None, None, *scalars])
+        with pytest.raises(LaunchError, match=r"launch of mapped.*CUDA_ERROR_INVALID_VALUE"):
+            prepared.launch(pointers, 0)
+        assert "cuLaunchKernelEx" not in fake.calls()
+
+    def test_wrong_context(self, fake: Fake, device: CudaDevice) -> None:
+        """A driver that wants a context for encoding has one the second time."""
+        prepared = device.prepare(device.load(with_tensors()), (1, 1, 1), [None, None, *self.SCALARS])
+        fake.fail("cuTensorMapEncodeTiled", 201)
+        prepared.launch((4096, 8192), 0)
+        assert "cuCtxPushCurrent_v2" in fake.calls() and self.got(fake) == self.expected(4096, 8192)
+
+    def test_old_driver(self, fake: Fake, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device._driver, "encode_tensor_map", None)
+        assert not read_target(device._driver, 0).tensor_maps  # type: ignore[arg-type]
+        with pytest.raises(ShaderCompileError, match=r"expected a driver of CUDA 12\.0 or later"):
+            device.load(with_tensors())
 
 
 @needs_compiler

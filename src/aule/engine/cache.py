@@ -9,10 +9,11 @@ import functools
 import hashlib
 import json
 from dataclasses import asdict
+from typing import Any
 
 from aule import store
 from aule._version import __version__
-from aule.artifact import Artifact, Param
+from aule.artifact import Artifact, Param, TensorMap
 from aule.store.source import code_digest
 
 
@@ -55,12 +56,19 @@ def _encode(artifact: Artifact) -> bytes:
     return len(header).to_bytes(4, "little") + header + code
 
 
+def _tensor_map(fields: dict[str, Any]) -> TensorMap:
+    """A tensor map whose tuples JSON has made lists."""
+    known: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return TensorMap(**known)
+
+
 def _decode(body: bytes) -> Artifact | None:
     size = int.from_bytes(body[:4], "little")
     try:
         fields = json.loads(body[4 : 4 + size])
         fields["params"] = tuple(Param(**p) for p in fields["params"])
         fields["extensions"] = tuple(fields["extensions"])
+        fields["maps"] = tuple(_tensor_map(m) for m in fields["maps"])
         return Artifact(code=body[4 + size :], **fields)
     except (ValueError, TypeError, KeyError):  # undamaged, but written by another program
         return None

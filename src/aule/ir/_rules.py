@@ -79,6 +79,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "ordered": ("a bool", lambda v: isinstance(v, bool)),
     "mask": ("a positive integer", lambda v: is_int(v, 1)),
     "threads": ("a count of threads", lambda v: is_int(v, 0)),
+    "bytes": (f"a positive count below {1 << 20}", lambda v: is_int(v, 1) and v < 1 << 20),
     "layout": ('"row" or "column"', lambda v: v in ("row", "column")),
     "component": ("a component's number", lambda v: is_int(v, 0)),
     "language": ("a language's name", lambda v: isinstance(v, str) and v != ""),
@@ -440,6 +441,31 @@ def _mbarrier(v: Verifier, op: Op) -> None:
     v.require(op, all(arg.type == i32 for arg in op.args[2:]), "an i32 as the parity")
 
 
+def _mbarrier_expect(v: Verifier, op: Op) -> None:
+    _mbarrier(v, op)
+    _in_roles(v, op)
+
+
+def _tensor_copy(v: Verifier, op: Op) -> None:
+    if len(op.args) < 4:
+        v.fail(op, "shared memory, an mbarrier and coordinates", f"{len(op.args)} operands")
+    elem = v.memory(op, ("shared",), reads=False, writes=True).elem
+    barriers = v.memory(op, ("shared",), reads=True, writes=True, at=2).elem
+    v.require(op, barriers.name == "u64", "shared memory of u64 for the mbarrier")
+    source = next((x for x in v.kernel.maps if x.name == op.attrs["map"]), None)
+    if source is None:
+        v.fail(op, "a tensor map of the kernel", repr(op.attrs["map"]))
+    coordinates = [arg.type for arg in op.args[4:]]
+    v.require(op, coordinates == [i32] * len(source.box), f"{len(source.box)} coordinates of i32")
+    v.require(op, elem == element(v.kernel.values[source.buffer].type), "memory of one element type")
+    _in_roles(v, op)
+
+
+def _in_roles(v: Verifier, op: Op) -> None:
+    if all(other.opcode != "roles" for other in v.kernel.body):
+        v.fail(op, "a kernel with roles", "one without")
+
+
 def _intrinsic(v: Verifier, op: Op) -> None:
     v.require(op, not any(isinstance(arg.type, Ref) for arg in op.args), "no variables as operands")
     v.require(op, op.result is None or isinstance(op.result.type, Scalar | Vector | Fragment), "a value as the result")
@@ -468,6 +494,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "fragment_set": _component, "fragment_pack": _fragment_pack,
     "warpgroup": _form_only, "warpgroup_mma": _warpgroup_mma,
     **dict.fromkeys(("mbarrier_init", "mbarrier_arrive", "mbarrier_wait"), _mbarrier),
+    "mbarrier_expect": _mbarrier_expect, "tensor_copy": _tensor_copy,
     "intrinsic": _intrinsic, "comment": _form_only,
 }  # fmt: skip
 """Rule of each operation, by opcode or else by category."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
-from aule.artifact import SCALAR_FORMATS, Param
+from aule.artifact import SCALAR_FORMATS, Param, Swizzle, TensorMap
 from aule.errors import KernelError
 from aule.ir.constants import computed, exact
 from aule.ir.kernel import Arithmetic, KernelIR, Location, Op, Value
@@ -102,6 +102,7 @@ class Builder:
         self._params: list[Param] = []
         self._values: dict[str, Value] = {}
         self._shared: list[Value] = []
+        self._maps: list[TensorMap] = []
         self._body: list[Op] = []
         self._block = self._body
 
@@ -114,7 +115,7 @@ class Builder:
         """The kernel traced so far."""
         return KernelIR(
             self.name, tuple(self._params), dict(self._values), tuple(self._shared), self.workgroup, self._body,
-            self.subgroup_size, self.max_registers, self.cluster, self.arithmetic,
+            self.subgroup_size, self.max_registers, self.cluster, self.arithmetic, tuple(self._maps),
         )  # fmt: skip
 
     # -- parameters and memory -------------------------------------------------------------------------------------
@@ -130,6 +131,17 @@ class Builder:
         if self._scalar(type_).name not in SCALAR_FORMATS:
             raise self._error(f"scalar parameter {name}: expected one of {', '.join(SCALAR_FORMATS)}, got {type_}")
         return self._param(Param(name, "scalar", type_.name), type_)
+
+    def tensor_map(
+        self, name: str, buffer: Value, offset: Value, sizes: Sequence[int | Value], strides: Sequence[Value],
+        box: Sequence[int], swizzle: Swizzle = 128,
+    ) -> TensorMap:  # fmt: skip
+        """Declare a buffer as a tensor for `tensor_copy`; buffer and numbers are parameters. See `TensorMap`."""
+        named = tuple(x.hint if isinstance(x, Value) else x for x in sizes)
+        strided = tuple(x.hint for x in strides)
+        made = TensorMap(name, buffer.hint, offset.hint, named, strided, tuple(box), swizzle)
+        self._maps.append(made)
+        return made
 
     def shared(self, name: str, elem: Scalar, length: int) -> Value:
         """Declare an array shared by the workgroup; its contents are undefined until written."""
@@ -575,6 +587,18 @@ class Builder:
     def mbarrier_wait(self, pointer: Value, index: Any, parity: Value) -> None:
         """Wait until a phase of an mbarrier has ended; ``parity`` is 0 for the first phase, then alternates."""
         self.emit("mbarrier_wait", (pointer, self._index(index), parity), None)
+
+    def mbarrier_expect(self, pointer: Value, index: Any, bytes_: int) -> None:
+        """Arrive at an mbarrier as one thread, and let its phase last until copies have brought so many bytes."""
+        self.emit("mbarrier_expect", (pointer, self._index(index)), None, bytes=bytes_)
+
+    def tensor_copy(
+        self, shared: Value, to: Any, mbarrier: tuple[Value, Any], source: TensorMap, first: Sequence[Any]
+    ) -> None:
+        """Start to copy the box that begins at ``first`` to shared memory; it arrives at an mbarrier, which is given as
+        pointer and index."""
+        place = (shared, self._index(to), mbarrier[0], self._index(mbarrier[1]))
+        self.emit("tensor_copy", (*place, *(self._index(x) for x in first)), None, map=source.name)
 
     # -- specific to one language ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from aule.artifact import Param
+from aule.artifact import Param, TensorMap
 from aule.ir.types import Pointer, Scalar, Type, element
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class KernelIR:
         has no remainders of negative numbers, allows a compiler to drop a cast to f16 and back, and truncates instead
         of rounding to bf16 from 2**110 on (and NaNs whose payload is in the lower half). ``fused`` is ``quick`` with
         one operation less per rounding to bf16, but possibly more registers.
+    maps : tuple of TensorMap
+        Tensors from which boxes are copied to shared memory.
     """
 
     name: str
@@ -159,6 +161,7 @@ class KernelIR:
     max_registers: int = 0
     cluster: int = 1
     arithmetic: Arithmetic = "exact"
+    maps: tuple[TensorMap, ...] = ()
 
     @property
     def shared_offsets(self) -> dict[Value, int]:

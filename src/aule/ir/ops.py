@@ -10,10 +10,13 @@ Beyond the entries below:
   never bool. Shared and private arrays have a length of at least 1. An index or a stride is an i32, i64 or u32.
 * *Values* are defined once and used only after that, in the same block or in a nested one. A loop index is visible only
   in the loop's body. A pointer may only be the first operand of a memory or fragment operation, the third of
-  ``async_copy`` and ``warpgroup_mma``, or an operand of an intrinsic. A variable may only be the first operand of
-  ``get``, ``set`` and ``repeat``, or one of the last operands of ``warpgroup_mma``.
+  ``async_copy``, ``tensor_copy`` and ``warpgroup_mma``, or an operand of an intrinsic. A variable may only be the first
+  operand of ``get``, ``set`` and ``repeat``, or one of the last operands of ``warpgroup_mma``.
 * *Names* of the kernel, parameters, shared arrays and private arrays are identifiers (ASCII, no leading ``__``);
-  those of parameters and shared arrays are distinct.
+  those of parameters, shared arrays and tensor maps are distinct.
+* *Tensor maps* name parameters: a buffer of f16 or bf16 with access "read" and scalars of integers. They have 2 to 5
+  axes, and as many strides as axes but the first. A box has 1 to 256 elements along each axis and a multiple of 16
+  bytes along the first, which is ``swizzle`` unless that is 0.
 * *Access.* A buffer with access "read" is not stored to, one with access "write" is not loaded from, an atomic needs
   "readwrite".
 * *Constants* lie in the range of their type; a float constant is rounded to its type.
@@ -371,6 +374,25 @@ OPS: dict[str, OpInfo] = {
         "pointer, index of an mbarrier, i32 parity: wait until the phase of this parity has ended; phases have parity "
         "0, 1, 0 ... A thread must wait before the phase after the next one ends. Shared memory written before the "
         "arrivals is visible. While the first phase lasts, the one before it, of parity 1, counts as ended",
+        result=False,
+    ),
+    "mbarrier_expect": OpInfo(
+        "warpgroup",
+        2,
+        "pointer, index of an mbarrier; by one subgroup: one arrival, and so many ``bytes`` that tensor copies must "
+        "bring before the phase ends. Only in kernels with ``roles``",
+        ("bytes",),
+        result=False,
+    ),
+    "tensor_copy": OpInfo(
+        "warpgroup",
+        None,
+        "pointer (shared), index of a multiple of 128 bytes, pointer, index of an mbarrier, i32 coordinates along the "
+        "axes of the tensor ``map``; by one subgroup: start to copy the box at these coordinates, with zeros for what "
+        "is outside the tensor. The mbarrier's phase counts all bytes of the box, which ``mbarrier_expect`` announces, "
+        "and a wait for the phase makes them visible. Publish (``warpgroup_publish``) new mbarriers, and shared memory "
+        "that threads have written before a copy overwrites it. Only in kernels with ``roles``",
+        ("map",),
         result=False,
     ),
     # -- specific to one language ------------------------------------------------------------------------------------

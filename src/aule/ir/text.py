@@ -35,6 +35,8 @@ def text(kernel: KernelIR) -> str:
     registers = f" registers {kernel.max_registers}" if kernel.max_registers else ""
     cluster = f" cluster {kernel.cluster}" if kernel.cluster > 1 else ""
     arithmetic = f" {kernel.arithmetic} arithmetic" if kernel.arithmetic != "exact" else ""
+    for tensor in kernel.maps:
+        lines.append(f"{_INDENT}%{tensor.name}: {tensor}")
     lines.append(f") workgroup {kernel.workgroup}{subgroup}{registers}{cluster}{arithmetic} {{")
     lines += [f"{_INDENT}{names[array]} = {array.type}" for array in kernel.shared]
     lines += _block(kernel.body, names, _INDENT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NoReturn, get_args
 
-from aule.artifact import SCALAR_FORMATS
+from aule.artifact import SCALAR_FORMATS, TensorMap
 from aule.errors import KernelError
 from aule.ir._rules import ATTRIBUTES, IDENTIFIER, INDEX_TYPES, RULES, is_index, is_int
 from aule.ir._uniform import divergent_barriers
@@ -66,7 +66,11 @@ class Verifier:
         known = kernel.arithmetic in get_args(Arithmetic)
         self._expect(known, f"arithmetic of a kind there is, got {kernel.arithmetic!r}")
         names: set[str] = set()
-        for name in [p.name for p in kernel.params] + [array.hint for array in kernel.shared]:
+        for name in (
+            [p.name for p in kernel.params]
+            + [array.hint for array in kernel.shared]
+            + [tensor.name for tensor in kernel.maps]
+        ):
             self._expect(IDENTIFIER.fullmatch(name) is not None, f"names that are identifiers, got {name!r}")
             self._expect(name not in names, f"names that differ, got {name!r} twice")
             names.add(name)
@@ -81,11 +85,31 @@ class Verifier:
                 self._expect(param.access in ("read", "write", "readwrite"), f"a known access, got {param}")
                 fits = isinstance(type_, Pointer) and type_.space == "global" and type_.elem == elem
                 self._expect(fits, f"global<{param.dtype}> as the type of {param.name}, got {type_}")
+        for tensor in kernel.maps:
+            self._tensor_map(tensor)
         for array in kernel.shared:
             type_ = array.type
             fits = isinstance(type_, Pointer) and type_.space == "shared" and type_.elem != bool_
             self._expect(fits, f"shared arrays of numbers, got {type_}")
             self._expect(isinstance(type_, Pointer) and is_int(type_.length, 1), f"a length for shared {array.hint}")
+
+    def _tensor_map(self, tensor: TensorMap) -> None:
+        params = {p.name: p for p in self.kernel.params}
+        buffer = params.get(tensor.buffer)
+        fits = buffer is not None and (buffer.kind, buffer.access) == ("buffer", "read")
+        self._expect(fits and buffer is not None and buffer.dtype in ("f16", "bf16"),
+                     f"tensor maps of buffers of f16 or bf16 that are only read, got {tensor}")  # fmt: skip
+        for name in (tensor.offset, *tensor.sizes, *tensor.strides):
+            known = params.get(name) if isinstance(name, str) else None
+            integer = known is not None and known.kind == "scalar" and SCALARS[known.dtype].is_int
+            self._expect(is_int(name, 1) or integer, f"numbers or scalars of integers in a tensor map, got {name!r}")
+        rank, box = len(tensor.sizes), tensor.box
+        ranks = 2 <= rank <= 5 and len(tensor.strides) == rank - 1 and len(box) == rank
+        self._expect(ranks, f"2 to 5 axes of a tensor map, one stride less and a box, got {tensor}")
+        fits = all(is_int(n, 1) and n <= 256 for n in box) and 2 * box[0] % 16 == 0
+        self._expect(fits, f"a box of 1 to 256 elements along each axis, in multiples of 16 bytes, got {box}")
+        fits = tensor.swizzle == 0 or tensor.swizzle == 2 * box[0] in (32, 64, 128)
+        self._expect(fits, f"a swizzle of 0, 32, 64 or 128 bytes, as wide as the box, got {tensor.swizzle}")
 
     def _expect(self, holds: bool, expected: str) -> None:
         if not holds:

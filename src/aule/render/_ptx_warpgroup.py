@@ -16,6 +16,8 @@ _PLAIN = {
     "warpgroup_commit": "wgmma.commit_group.sync.aligned;",
     "warpgroup_publish": "fence.proxy.async.shared::cta;",
 }
+MAP_BYTES = 128
+"""Size and alignment of a tensor map."""
 _SWIZZLE_128 = 1 << 62
 _GROUP_BYTES = 1024
 """Bytes of eight rows of a panel; also the alignment of a panel."""
@@ -29,6 +31,11 @@ def render(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
         e.line(_PLAIN[op.opcode])
     elif op.opcode == "warpgroup_wait":
         e.line(f"wgmma.wait_group.sync.aligned {op.attrs['pending']};")
+    elif op.opcode == "mbarrier_expect":
+        place = _place(addresses, op, 0)
+        e.line(f"@{_leader(e)} mbarrier.arrive.expect_tx.shared::cta.b64 _, {place}, {op.attrs['bytes']};")
+    elif op.opcode == "tensor_copy":
+        _tensor_copy(e, addresses, op)
     elif op.opcode != "warpgroup_mma":
         _mbarrier(e, addresses, op, subgroups)
     else:
@@ -40,8 +47,7 @@ def _mbarrier(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
 
     One arrival per subgroup is no faster, and racecheck would not see the order of the other lanes.
     """
-    base, offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
-    place = at(base, offset)
+    place = _place(addresses, op, 0)
     if op.opcode == "mbarrier_wait":
         number, parity = e.label(), e.operands(op.args[2])[0]
         e.lines.append(f"$await_{number}:")
@@ -54,6 +60,27 @@ def _mbarrier(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
         e.line(f"@{first} mbarrier.init.shared::cta.b64 {place}, {op.attrs['threads'] or 32 * subgroups};")
         return
     e.line(f"mbarrier.arrive.shared::cta.b64 _, {place};")
+
+
+def _place(addresses: Addresses, op: Op, i: int) -> str:
+    """The address that operands ``i`` and ``i + 1`` give, a pointer and an index."""
+    return at(*addresses.locate(addresses.memory(op.args[i]), op.args[i + 1]))
+
+
+def _leader(e: Emitter) -> str:
+    """A predicate that is true in one lane of the subgroup."""
+    return e.once("leader", "elect.sync _|", "p", "0xffffffff")
+
+
+def _tensor_copy(e: Emitter, addresses: Addresses, op: Op) -> None:
+    name, coordinates = op.attrs["map"], [e.registers(x)[0] for x in op.args[4:]]
+    parameter = e.once(("map", name), "mov.b64", "rd", name)
+    address = e.once(("generic", name), "cvta.param.u64", "rd", parameter)
+    kind = f"{len(coordinates)}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    e.line(
+        f"@{_leader(e)} cp.async.bulk.tensor.{kind} {_place(addresses, op, 0)}, "
+        f"[{address}, {{{', '.join(coordinates)}}}], {_place(addresses, op, 2)};"
+    )
 
 
 def _mma(e: Emitter, addresses: Addresses, op: Op) -> None:

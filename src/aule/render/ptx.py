@@ -80,6 +80,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         subgroup_size=kernel.subgroup_size,
         uses_subgroups=not (SUBGROUP_OPS | MATRIX_OPS).isdisjoint(op.opcode for op in kernel.walk()),
         dependent_launch=arch.number >= 90 and any(op.opcode == "launch_await" for op in kernel.walk()),
+        maps=kernel.maps,
     )
 
 
@@ -120,6 +121,8 @@ def _parameters(kernel: KernelIR) -> Iterator[str]:
             yield f"\t.param .u64 .ptr .global .align {align} {p.name}"
         else:
             yield f"\t.param .{_parameter_type(p.dtype)} {p.name}"
+    for tensor in kernel.maps:
+        yield f"\t.param .align {_ptx_warpgroup.MAP_BYTES} .b8 {tensor.name}[{_ptx_warpgroup.MAP_BYTES}]"
 
 
 def _parameter_type(dtype: str) -> str:

@@ -144,6 +144,8 @@ class Driver(StreamDriver):
         # Launches that overlap the end of the previous one; CUDA graphs support them since 12.3.
         known = self.version >= _FIRST_WITH_OVERLAP
         self.launch_kernel_ex: Callable[..., int] | None = library["cuLaunchKernelEx"] if known else None
+        # Exists since CUDA 12.0.
+        self.encode_tensor_map: Callable[..., int] | None = getattr(library, "cuTensorMapEncodeTiled", None)
         super().__init__()
 
     def describe(self, code: int) -> str:
@@ -239,6 +241,7 @@ def read_target(driver: Driver, handle: int) -> Target:
         atomic_f32_add=True,
         overlap=capability >= (9, 0) and driver.launch_kernel_ex is not None,
         max_cluster=_PORTABLE_CLUSTER if capability >= (9, 0) else 1,
+        tensor_maps=WARPGROUP_UNITS[0] in matrix_units and driver.encode_tensor_map is not None,
         matrix_units=matrix_units,
         matrix_layout=NVIDIA_LAYOUT if matrix_units else None,
     )

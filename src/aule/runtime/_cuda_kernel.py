@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from aule.artifact import Artifact
+from aule.errors import ShaderCompileError
 from aule.runtime import _cuda_driver as cu
 from aule.runtime import _stream_kernel
+from aule.runtime._cuda_tensor_map import TensorMaps
 from aule.runtime._stream_driver import FUNC_REGISTERS, INT, PTR
 from aule.runtime._stream_kernel import Parameters
 from aule.runtime.base import Grid
@@ -18,16 +20,33 @@ _log = logging.getLogger("aule")
 
 
 class Kernel(_stream_kernel.Kernel):
-    """A kernel that may start while the previous launch ends, where the driver can do that."""
+    """A kernel, maybe with tensor maps, that may start while the previous launch ends, where the driver can do that."""
 
-    __slots__ = ("dependent_launch", "launch_kernel_ex")
+    __slots__ = ("artifact", "dependent_launch", "encode_tensor_map", "launch_kernel_ex", "maps")
 
     def __init__(self, driver: cu.Driver, artifact: Artifact, function: ctypes.c_void_p, log: str) -> None:
         super().__init__(driver, artifact, function, log)
         self.dependent_launch = artifact.dependent_launch
         self.launch_kernel_ex = driver.launch_kernel_ex
+        self.artifact, self.encode_tensor_map = artifact, driver.encode_tensor_map
+        self.maps = self._tensor_maps(self.parameters)
+
+    def _tensor_maps(self, parameters: Parameters) -> TensorMaps | None:
+        if not self.artifact.maps:
+            return None
+        if self.encode_tensor_map is None:
+            raise ShaderCompileError(
+                f"[cuda] {self.artifact.entry} expected a driver of CUDA 12.0 or later, which encodes tensor maps, got "
+                "an older one; update the NVIDIA driver"
+            )
+        return TensorMaps(self.encode_tensor_map, self.artifact, parameters)
 
     def start(self, grid: Grid, stream: ctypes.c_void_p) -> int:
+        if self.maps is not None:
+            self.maps.forget()
+            code = self.maps.refresh()
+            if code:
+                return code
         if not self.dependent_launch or self.launch_kernel_ex is None:
             return super().start(grid, stream)
         call_stream, call = self._extended_call(grid, self.parameters)
@@ -38,8 +57,11 @@ class Kernel(_stream_kernel.Kernel):
         self, grid: Grid, parameters: Parameters
     ) -> tuple[Callable[..., int], ctypes.c_void_p, tuple[Any, ...]]:
         if self.launch_kernel_ex is None:
-            return super().prepared(grid, parameters)
-        return self.launch_kernel_ex, *self._extended_call(grid, parameters)
+            launch, stream, call = super().prepared(grid, parameters)
+        else:
+            launch, (stream, call) = self.launch_kernel_ex, self._extended_call(grid, parameters)
+        maps = self._tensor_maps(parameters)
+        return launch if maps is None else lambda *call: maps.refresh() or launch(*call), stream, call
 
     def _extended_call(self, grid: Grid, parameters: Parameters) -> tuple[ctypes.c_void_p, tuple[Any, ...]]:
         """Return the stream and the arguments for cuLaunchKernelEx.

@@ -26,13 +26,14 @@ class Parameters:
 
     __slots__ = ("pack_pointers", "pack_scalars", "scalars_at", "storage", "table")
 
-    def __init__(self, params: Sequence[Param]) -> None:
+    def __init__(self, params: Sequence[Param], more: int = 0) -> None:
+        """``more`` entries of the table, after those of the parameters, are left to the caller."""
         codes = [SCALAR_FORMATS[p.dtype] for p in params if p.kind == "scalar"]
         self.scalars_at = 8 * (len(params) - len(codes))
         self.storage = (ctypes.c_uint64 * max(1, len(params)))()
         pointer = ctypes.addressof(self.storage)
         scalar = pointer + self.scalars_at
-        self.table = (ctypes.c_void_p * max(1, len(params)))()
+        self.table = (ctypes.c_void_p * max(1, len(params) + more))()
         for i, p in enumerate(params):
             if p.kind == "buffer":
                 self.table[i], pointer = pointer, pointer + 8
@@ -53,7 +54,7 @@ class Kernel:
         self.log = log
         self.block = ctypes.c_uint(artifact.workgroup)
         self.shared = ctypes.c_uint(artifact.shared_bytes if artifact.dynamic_shared else 0)
-        self.parameters = Parameters(artifact.params)
+        self.parameters = Parameters(artifact.params, len(artifact.maps))
 
     def call(self, grid: Grid, stream: ctypes.c_void_p, parameters: Parameters) -> tuple[Any, ...]:
         """Return the arguments of a launch, all of them ctypes objects."""
@@ -161,7 +162,7 @@ class PreparedLaunch:
         self._context = context
         self._elsewhere = driver.wrong_context
         self._program = program
-        self._parameters = Parameters(program.artifact.params)
+        self._parameters = Parameters(program.artifact.params, len(program.artifact.maps))
         self._storage = self._parameters.storage
         self._pack_pointers = self._parameters.pack_pointers
         launch, self._stream, self._call = kernel.prepared(grid, self._parameters)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir.interpret import collective, fragments, roles, steps, warpgroups
+from aule.ir.interpret import collective, fragments, roles, steps, tensor_copies, warpgroups
 from aule.ir.interpret.lanes import SanitizerError
 from aule.ir.interpret.machine import Machine
 from aule.ir.kernel import KernelIR
@@ -26,6 +26,7 @@ from aule.target import FragmentLayout
 __all__ = ["SanitizerError", "interpret"]
 
 _COMPILERS = steps.COMPILERS | collective.COMPILERS | fragments.COMPILERS | warpgroups.COMPILERS | roles.COMPILERS
+_COMPILERS |= tensor_copies.COMPILERS
 
 
 def interpret(

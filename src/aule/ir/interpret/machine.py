@@ -10,7 +10,7 @@ import numpy as np
 from aule.artifact import Param
 from aule.errors import KernelError
 from aule.ir.interpret.fences import Fences
-from aule.ir.interpret.lanes import Lanes
+from aule.ir.interpret.lanes import Lanes, SanitizerError
 from aule.ir.interpret.memory import Memory, flat_buffer
 from aule.ir.interpret.numbers import Array, constant, memory_dtype
 from aule.ir.interpret.order import Order, Phases
@@ -109,6 +109,8 @@ class Machine:
         self.mbarriers: dict[Value, MBarrier] = {}
         self.phases: dict[tuple[Value, int], Phases] = {}
         """mbarriers of a kernel with roles, by shared array and index."""
+        self.scalars: dict[str, int | float] = {}
+        """Values of the scalar parameters."""
         self._slots: dict[Value, int] = {}
 
     def run(self, args: Sequence[Any]) -> None:
@@ -131,6 +133,11 @@ class Machine:
             for slot, axis in self.group_ids:
                 self.registers[slot] = lanes.coordinates(lanes.group)[axis].astype(np.int32)
             run(body)
+            if any(phases.unfinished() for phases in self.phases.values()):
+                name = self.kernel.name
+                raise SanitizerError(
+                    f"kernel {name}: a workgroup ends before tensor copies for which nobody has waited"
+                )
             for shadow in self.shadows:
                 shadow.check()
                 shadow.end()
@@ -147,6 +154,7 @@ class Machine:
             if elem.is_int and int(register[0]) != number:
                 raise KernelError(f"kernel {kernel}: scalar {param.name}: {number} does not fit into {elem}")
             self.put(value, register)
+            self.scalars[param.name] = number
             return
         data = flat_buffer(kernel, param.name, elem, arg)
         if param.access != "read" and not data.flags.writeable:

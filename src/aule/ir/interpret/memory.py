@@ -127,6 +127,12 @@ class Memory:
         self.expected[address] = False
         self.write(op, address, value, active)
 
+    def copy(self, op: Op, address: Array, value: Array, active: Array, copies: int) -> None:
+        """Store what a tensor copy brings; ``copies`` as in `Shadow.copy`."""
+        if self.shadow is not None:
+            self.shadow.copy(op, address, active, copies)
+        self.data[address] = to_memory(self.elem, value)
+
     def atomic(self, op: Op, address: Array, value: Array, active: Array | None, function: Function) -> Array:
         """Read-modify-write; lanes with the same element take turns, lower lanes first."""
         if self.shadow is not None:

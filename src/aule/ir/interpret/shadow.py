@@ -22,6 +22,8 @@ _SEVERAL = -1
 """Writer of an element that several lanes updated atomically, or that a subgroup stored together."""
 _COLLECTIVE = -2
 """Accessor of elements that a subgroup accesses together: the lane of each element is unknown, so it equals no lane."""
+_COPY = -3
+"""Writer of elements that a tensor copy brings."""
 _PENDING_LIMIT = 1 << 22
 """Number of recorded reads above which repeated ones are dropped, to bound memory in long loops without barriers."""
 
@@ -141,6 +143,12 @@ class Shadow:
         if collided.any():
             self._race(self.writes, op, "writes", address, collided, party)
         self.dirty[self.domain.take(party.team)] = True
+
+    def copy(self, op: Op, address: Array, active: Array, copies: int) -> None:
+        """Check a tensor copy as a store of the lane that starts it, and record it as one by the subgroup ``copies``,
+        which stands for all copies that arrive at its mbarrier (`Order`)."""
+        self.write(op, address, active)
+        self.writes.lane[address], self.writes.team[address] = _COPY, copies
 
     def cluster_read(self, op: Op, address: Array, active: Array | None) -> None:
         """Check and record a load from any workgroup of the cluster, which only cluster barriers order."""
@@ -324,6 +332,8 @@ class Shadow:
     def _who(self, lane: Any, team: Any) -> str:
         if lane >= 0:
             return self.lanes.who_id(int(lane))
+        if lane == _COPY:
+            return "a tensor copy"
         if team < 0:
             return "one of several threads"
         if not self.shared:

@@ -179,16 +179,16 @@ def _phases_begin(m: Machine, op: Op) -> Step:
     return lambda: m.phases.update({(op.args[0], int(m.registers[index][0])): Phases(threads)})
 
 
-def _phases(m: Machine, op: Op, subgroups: Array) -> Phases:
-    """The mbarrier of an operation."""
-    number = _same(m, op, m.slot(op.args[1]), subgroups)
-    found = m.phases.get((op.args[0], number))
+def phases_of(m: Machine, op: Op, subgroups: Array, place: int = 0) -> tuple[Phases, int]:
+    """The mbarrier of an operation, whose pointer is operand ``place``, and its index."""
+    number = same(m, op, m.slot(op.args[place + 1]), subgroups)
+    found = m.phases.get((op.args[place], number))
     if found is None:
         raise m.lanes.error(op, int(m.lanes.first[subgroups[0]]), f"no mbarrier was initialised at index {number}")
-    return found
+    return found, number
 
 
-def _same(m: Machine, op: Op, slot: int, subgroups: Array) -> int:
+def same(m: Machine, op: Op, slot: int, subgroups: Array) -> int:
     """A number that must be equal in all lanes of some subgroups."""
     lanes = m.lanes
     found = np.unique(m.registers[slot][np.isin(lanes.subgroup, subgroups)])
@@ -204,7 +204,7 @@ def _phase_arrive(m: Machine, op: Op) -> Step:
     def step() -> None:
         subgroups = lanes.subgroups_of(op)
         lanes.tick(op)
-        if not _phases(m, op, subgroups).arrive(len(subgroups) * lanes.subgroup_size, order.left(subgroups)):
+        if not phases_of(m, op, subgroups)[0].arrive(len(subgroups) * lanes.subgroup_size, order.left(subgroups)):
             raise lanes.error(op, int(lanes.first[subgroups[0]]), "more arrivals at an mbarrier than it has threads")
 
     return step
@@ -216,7 +216,7 @@ def _phase_wait(m: Machine, op: Op) -> Step:
 
     def step() -> None:
         subgroups = lanes.subgroups_of(op)
-        barrier, parity = _phases(m, op, subgroups), _same(m, op, m.slot(op.args[2]), subgroups)
+        barrier, parity = phases_of(m, op, subgroups)[0], same(m, op, m.slot(op.args[2]), subgroups)
         lane = int(lanes.first[subgroups[0]])
         if not barrier.has_ended(parity):
             if m.crew is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from aule.ir.types import PANEL
 from aule.tile.common.matrix import padded
@@ -70,6 +71,9 @@ class FragmentShape:
     copiers : int
         Forward over warpgroups: further subgroups that do nothing but copy; 4, or 0 for none. Workgroups then stay for
         many blocks, and ``stages`` are 2 or 4.
+    copies : {"async", "tma"}
+        With copiers: they copy 16 bytes a thread at a time, or one of them starts copies of whole tiles, by the tensor
+        memory accelerator of sm_90.
     q_stages : int
         With copiers: 2 if Q of the next block is copied while this one is worked on, otherwise 1.
     """
@@ -92,6 +96,7 @@ class FragmentShape:
     start_at_delta: bool = False
     edge_loop: bool = False
     copiers: int = 0
+    copies: Literal["async", "tma"] = "async"
     q_stages: int = 1
 
     @property

@@ -55,7 +55,7 @@ class ForwardBlock(ABC):
         self.exists = number < p.number("blocks")
         self.head_number, self.block = self._find_block(number)
         self.row0 = self.block * shape.block_q
-        batch, self.head, kv_head = self._find_heads()
+        batch, self.head, self.kv_head = self._find_heads()
         scores = self.scores = Scores(p, batch)
         if config.packed:
             self.exists = self.exists & (self.row0 < scores.seq_q)
@@ -66,8 +66,8 @@ class ForwardBlock(ABC):
         self.lowest = b.const(-LOWEST, f32)
         """-m of a row that has seen no key."""
         self.q = self._matrix("q", self.head, scores.seq_q, config.head_dim, 0)
-        self.k = self._matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
-        self.v = self._matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
+        self.k = self._matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1)
+        self.v = self._matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2)
         p.buffer("o", SCALARS[config.dtype], "write")  # callers rely on the order: o is the fourth, lse the last
         self.modifiers = scores.modifiers(self.head, {n: "any" for n in ("mask", "bias") if n not in config.pairs})
         self.q, self.k = (rotating(p, name, m, batch, scores.shift) for name, m in (("q", self.q), ("k", self.k)))

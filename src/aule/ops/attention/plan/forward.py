@@ -144,7 +144,9 @@ def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> 
     if copied and (problem.mask is None or problem.scores >= tuning.number(target, _LISTED, keys=problem.seq_kv)):
         lengths = _unmodified_length(problem), problem.seq_kv
         rows = math.prod(problem.out_shape[:3]) if _stays(problem) else 0
-        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), *lengths, rows)
+        # Rotated copies of q and k always fit tensor maps.
+        known = target if layout.tensors("qkv" if problem.rope is None else "v") else replace(target, tensor_maps=False)
+        found = choose_warpgroups(known, problem.dtype, *dims, _modifier(problem), *lengths, rows)
     if found is None and rotates_runs(problem):
         rotated = problem.rope is not None
         found = choose_fragments(target, problem.dtype, *dims, masked, not all(in_runs), rotated)
@@ -160,7 +162,7 @@ def _modifier(problem: AttentionProblem) -> Modifier:
 
 
 def _stays(problem: AttentionProblem) -> bool:
-    """Whether workgroups may stay for several blocks, as `forward_roles.stays` says of a configuration. Without
+    """Whether workgroups may stay for several blocks, as `forward_slots.stays` says of a configuration. Without
     modifiers, since the kernel was timed without them."""
     return problem.modifiers == 0 and problem.packed is None and problem.value_dim <= problem.head_dim
 
@@ -234,6 +236,11 @@ class _Draft:
         self._list_tiles(shape, options)
         if shape.warpgroups:
             options |= self._warpgroup_options()
+        if shape.copies == "tma" and not (self.target.tensor_maps and self.layout.tensors("qkv")):
+            raise InvalidArgumentError(
+                f"[flash_attention] expected a device with tensor maps, and q, k and v whose strides and start are "
+                f"multiples of 16 bytes, for tiles with copies='tma', got {self.target.name}; use copies='async'"
+            )
         config = FragmentConfig(**options, shape=shape, folded=folded(problem), factor=problem.precision)
         if shape.prefetch_scores and _plain(config, problem) and _full_tiles(problem, shape, blocks):
             full = choose_full(self.target, shape) if own_full_tiles else shape

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aule.tile.common.matrix import QUAD
 from aule.view import TensorView
+
+_BYTES = 16
+"""Alignment of rows that tensor copies read."""
+_MOST_STRIDE = 1 << 39
+"""Elements of 16 bits by which neighbours of a tensor map must be nearer."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,14 @@ class Layout:
     def unit(self, names: Iterable[str]) -> tuple[bool, ...]:
         """Whether neighbouring columns of each operand are neighbours in memory."""
         return tuple(self.views[n].strides[3] == 1 or self.views[n].shape[3] == 1 for n in names)
+
+    def tensors(self, names: Sequence[str]) -> bool:
+        """Whether tensor maps can describe operands of 16 bits: strides and start are multiples of 16 bytes, and no
+        axis is empty or repeats its elements."""
+        views = [self.views[name] for name in names]
+        steps = [s for view in views for n, s in zip(view.shape, view.strides, strict=True) if n > 1]
+        fits = all(0 < s < _MOST_STRIDE for s in steps) and all(n for view in views for n in view.shape)
+        return fits and all(self.aligned(names, _BYTES // 2))
 
     @property
     def index64(self) -> bool:

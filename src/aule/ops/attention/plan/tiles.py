@@ -57,14 +57,16 @@ def choose_warpgroups(
     """Tiles for products of warpgroups, whose factors are copied to shared memory as they are; None if the target has
     no such products. ``length`` is the number of rows and keys if every row attends to every key, and 0 otherwise;
     ``keys`` the number of keys, if known; ``rows`` the number of query rows of all heads if workgroups may stay for
-    several blocks of them (`forward_roles.stays`), and 0 otherwise."""
+    several blocks of them (`forward_slots.stays`), and 0 otherwise."""
     if not has_warpgroups(target, dtype) or not multiplies(target, dtype) or value_dim > MOST_COLUMNS:
         return None
     facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "modifier": modifier, "length": length, "keys": keys}
 
     def fits(shape: FragmentShape) -> bool:
         several = rows > shape.block_q * model.units(target)
-        return shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes and (several or not shape.copiers)
+        copies = shape.copies == "async" or target.tensor_maps
+        room = shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes
+        return room and copies and (several or not shape.copiers)
 
     return first_fitting(target, WARPGROUP, facts, fits)
 
