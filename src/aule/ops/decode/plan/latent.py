@@ -1,0 +1,53 @@
+"""Plans decoding of latents on matrix units: one tile of keys in shared memory serves both products. Pure.
+
+Records of ``decode.latent`` choose the shape, and the type of the shape the kernel. Splits and their combination are
+those of every decoding kernel (`plan/decode.py`).
+"""
+
+from __future__ import annotations
+
+from aule import tuning
+from aule.ops.attention.plan.layout import Layout
+from aule.ops.decode.config import LatentShape
+from aule.ops.decode.problem import DecodeProblem
+from aule.target import Target
+from aule.tile.fragment.arrangement import arrange
+from aule.tile.fragment.engine import multiplies
+from aule.tile.fragment.shape import RUN
+from aule.tuning import model
+
+OP = "decode.latent"
+
+SHAPES = {"fragment": LatentShape}
+"""Types of shapes by the ``kind`` of a record."""
+
+
+def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> LatentShape | None:
+    """Choose the shape of a workgroup: the first record that fits. None if the values are not the first columns of the
+    keys, if these are quantised or not aligned, or if no record fits."""
+    if not problem.latent or problem.quantised or not multiplies(target, problem.dtype):
+        return None
+    if not all(layout.aligned("k", RUN)):
+        return None
+    dims = problem.head_dim, problem.value_dim
+
+    def fits(record: tuning.Record) -> bool:
+        shape = _shape_of(record)
+        fitting = model.fits(target, shape.threads, shape.shared_bytes(*dims))
+        return fitting and shape.lanes == arrange(target).lanes
+
+    facts = {
+        "dtype": problem.dtype,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "page": problem.page,
+        "rows": problem.group * max(problem.seq_q, 1),
+        "functions": problem.score_mod is not None or problem.mask_mod is not None,
+        "async_copies": target.async_copies,
+    }
+    record = tuning.find(target, OP, facts, fits)
+    return None if record is None else _shape_of(record)
+
+
+def _shape_of(record: tuning.Record) -> LatentShape:
+    return SHAPES[record.use["kind"]](**record.use["shape"])
