@@ -26,6 +26,7 @@ from aule.ops.decode.config import (
     LatentShape,
 )
 from aule.ops.decode.fragment.kernel import build_decode_fragment
+from aule.ops.decode.fragment.latent import build_latent
 from aule.ops.decode.plan.latent import choose_latent
 from aule.ops.decode.plan.prefill import few_tokens, page_scalars, plan_prefill
 from aule.ops.decode.plan.shapes import (
@@ -57,6 +58,7 @@ Combine = Literal["cluster", "last_workgroup", "second_launch"]
 _BUILDERS: dict[type[AnyShape], Callable[[Any, Target], KernelIR]] = {
     DecodeShape: build_decode,
     FragmentDecodeShape: build_decode_fragment,
+    LatentShape: build_latent,
 }
 """Kernels by the type of their shape."""
 
