@@ -16,7 +16,6 @@ two tiles ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -28,12 +27,13 @@ from aule.ops.decode.simt.kernel import KERNEL_NAME
 from aule.ops.decode.work_range import QueryRow, WorkRange
 from aule.ops.softmax.online_softmax import LAG, follow
 from aule.target import Target
-from aule.tile.common.math import fold
+from aule.tile.common.math import fold, is_finite
 from aule.tile.common.matrix import QUAD, Matrix, divmod_const, padded
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile, fitted
-from aule.tile.fragment.nonfinite import check_finite, multiply_nonfinite
+from aule.tile.fragment.nonfinite import check_finite, sorted_out
 from aule.tile.fragment.shape import FragmentShape, row_stride
+from aule.tile.fragment.transfer import Transfer, strips
 
 _SCORES_AT_ONCE = 512
 """Scores of a subgroup that are computed together: enough products that do not wait for each other."""
@@ -142,7 +142,7 @@ class _Latent:
         """Pass over the workgroup's keys and store its rows."""
         b, work = self.b, self.work
         self.places = None if work.pages is None else _Places(work, self.shape, self.engine.thread)
-        self.keys = self.engine.transfer(self._key_matrix(), self.shape.keys, self.memory, width=self.width)
+        self.keys = self._transfer(self._key_matrix(), self.shape.keys)
         row = work.query_row(self.row)
         O = self.engine.tile(self.shape.rows, self.columns)
         with b.if_(work.first < work.end):
@@ -159,6 +159,9 @@ class _Latent:
         if self.config.next_launch_overlaps:
             b.launch_next()
         self._finish(row, O)
+
+    def _transfer(self, source: Matrix, rows: int) -> Transfer:
+        return strips(self.engine, source, rows, self.memory, self.engine.copies, self.width)
 
     def _key_matrix(self) -> Matrix:
         keys = replace(self.work.k, rows=self.work.end)
@@ -181,7 +184,7 @@ class _Latent:
         """This subgroup's columns of its rows of Q as left factors; they pass through the memory of tiles."""
         b, work, engine = self.b, self.work, self.engine
         source = _QueryRows(**vars(replace(work.q, rows=work.rows - work.row0)), work=work)
-        transfer = engine.transfer(source, self.shape.rows, self.memory, width=self.width)
+        transfer = self._transfer(source, self.shape.rows)
         zero = b.const(0, i32)
         transfer.clear_padding(zero, 1)
         transfer.start(zero, zero)
@@ -215,7 +218,7 @@ class _Latent:
         with b.if_(b.workgroup_any(rescaled)):
             alphas = self._row_factors(0)
             O.map(lambda x, r, c: x * alphas[r])
-        self._add_values(O, at, start, turn, nonfinite)
+        self._add_values(O, at, nonfinite)
         if self.places is not None:
             self._find_next(start, turn)
         if shape.stages == 1:
@@ -316,27 +319,38 @@ class _Latent:
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def _add_values(self, O: FragmentTile, at: Value, start: Value, turn: Value, nonfinite: Value) -> None:
+    def _add_values(self, O: FragmentTile, at: Value, nonfinite: Value) -> None:
         b, engine, shape = self.b, self.engine, self.shape
-        b.comment("O = O + P V")
-        zero, depth = b.const(0, i32), shape.keys // SIZE
         own, rows = at + self.first_column, range(0, shape.rows, engine.arrangement.height)
+        with b.if_(nonfinite):
+            self._add_nonfinite(O, own)
+            b.barrier()
+            self.keys.rewrite_own(at, lambda run: sorted_out(b, engine.elem, run, b.const(0, i32)))
+            b.barrier()
+        b.comment("O = O + P V")
 
         def weights(k: int) -> list[Value]:
-            return [engine.load_left(self.weights, zero, self.weight_stride, row, k * SIZE) for row in rows]
+            return [engine.load_left(self.weights, b.const(0, i32), self.weight_stride, row, k * SIZE) for row in rows]
 
         def values(k: int, j: int) -> Value:
             return engine.load_right(self.memory, own, self.stride, k * SIZE, j * engine.arrangement.width)
 
-        def rewrite(of: Callable[[Value], Value]) -> None:
-            if self.places is not None:
-                self.places.turn.value = turn
-            self.keys.rewrite(start, at, of)
+        engine.multiply(O, weights, values, shape.keys // SIZE)
 
-        with b.if_(nonfinite):
-            multiply_nonfinite(engine, O, [weights(k) for k in range(depth)], values, rewrite)
-        with b.else_():
-            engine.multiply(O, weights, values, depth)
+    def _add_nonfinite(self, O: FragmentTile, at: Value) -> None:
+        """Add Inf and NaN, one key after the other, to rows where their weights are not zero. The caller then replaces
+        them by zeros, as zero times either would be NaN. Slow."""
+        b = self.b
+        with b.loop(0, self.shape.keys, name="key") as key:
+            values = O.values()
+            line = at + key * self.stride
+            columns = [b.cast(b.load(self.memory, line + O.col(c)), f32) for c in range(len(values[0]))]
+            for r, row in enumerate(values):
+                weight = b.cast(b.load(self.weights, O.row(r) * self.weight_stride + key), f32)
+                matters = b.ne(weight, 0.0)
+                for c, x in enumerate(columns):
+                    row[c] = b.select(matters & ~is_finite(b, x), row[c] + weight * x, row[c])
+            O.assign(values)
 
     def _row_factors(self, first: int) -> list[Value]:
         """The numbers in ``factors``, from ``first`` on, of the rows of O that this lane holds elements of."""
