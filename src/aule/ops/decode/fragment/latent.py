@@ -63,7 +63,6 @@ class _Places:
     """Where the keys of two tiles begin in the pool, in shared memory. One thread looks up each key."""
 
     def __init__(self, work: WorkRange, shape: LatentShape, thread: Value) -> None:
-        assert shape.keys <= shape.threads
         self.work, self.b, self.keys, self.thread = work, work.b, shape.keys, thread
         self._memory = self.b.shared("places", work.index, 2 * shape.keys)
         self._found = self.b.var(self.b.const(0, work.index), "place")
@@ -132,9 +131,8 @@ class _Latent:
         self.first_row, self.first_key = row_part * self.score_rows, key_part * self.score_keys
         self.own_scores = (depth * shape.rows + self.first_row) * shape.score_stride + self.first_key
         # The row whose softmax this lane shares with its neighbours.
-        self.lanes = shape.threads // shape.rows
-        assert shape.rows * self.lanes == shape.threads and 2 * self.lanes <= shape.keys and self.lanes <= shape.lanes
-        self.row, self.lane = divmod_const(b, engine.subgroup * shape.lanes + engine.lane, self.lanes)
+        assert shape.possible, shape
+        self.row, self.lane = divmod_const(b, engine.subgroup * shape.lanes + engine.lane, shape.row_lanes)
 
     # -- the loop over keys --------------------------------------------------------------------------------------------
 
@@ -266,9 +264,9 @@ class _Latent:
         """Make P of this lane's share of its row; returns whether the row of O is to be rescaled."""
         b, engine, shape = self.b, self.engine, self.shape
         b.comment("online softmax: P = exp2(S - m), l = l + sum P")
-        share = shape.keys // self.lanes
+        share = shape.keys // shape.row_lanes
         width = min(QUAD, share)
-        columns = [self.lane * width + i for i in range(0, shape.keys, self.lanes * width)]
+        columns = [self.lane * width + i for i in range(0, shape.keys, shape.row_lanes * width)]
         scale = self.work.p.number("scale", f32)
         S: list[Var] = []
         for column in columns:
@@ -312,7 +310,7 @@ class _Latent:
     def reduce_rows(self, kind: str, partial: list[Value]) -> list[Value]:
         """As `RowEngine` has it: over the lanes that share a row."""
         mask = 1
-        while mask < self.lanes:
+        while mask < self.shape.row_lanes:
             partial = [self.b.binary(kind, x, self.b.shuffle_xor(x, mask)) for x in partial]
             mask *= 2
         return partial

@@ -6,6 +6,8 @@ those of every decoding kernel (`plan/decode.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aule import tuning
 from aule.ops.attention.plan.layout import Layout
 from aule.ops.decode.config import LatentShape
@@ -31,10 +33,12 @@ def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> Lat
         return None
     dims = problem.head_dim, problem.value_dim
 
+    def shape_of(record: tuning.Record) -> LatentShape:
+        return replace(SHAPES[record.use["kind"]](**record.use["shape"]), lanes=arrange(target).lanes)
+
     def fits(record: tuning.Record) -> bool:
-        shape = _shape_of(record)
-        fitting = model.fits(target, shape.threads, shape.shared_bytes(*dims))
-        return fitting and shape.lanes == arrange(target).lanes
+        shape = shape_of(record)
+        return shape.possible and model.fits(target, shape.threads, shape.shared_bytes(*dims))
 
     facts = {
         "dtype": problem.dtype,
@@ -46,8 +50,4 @@ def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> Lat
         "async_copies": target.async_copies,
     }
     record = tuning.find(target, OP, facts, fits)
-    return None if record is None else _shape_of(record)
-
-
-def _shape_of(record: tuning.Record) -> LatentShape:
-    return SHAPES[record.use["kind"]](**record.use["shape"])
+    return None if record is None else shape_of(record)
