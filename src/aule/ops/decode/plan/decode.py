@@ -305,7 +305,7 @@ def _configure(call: _Call, choice: _Choice) -> CacheConfig:
             aligned=(q_aligned, True, True, o_aligned),
         )
     if isinstance(shape, LatentShape):
-        aligned = (*layout.aligned("q", RUN), True, True, o_aligned)
+        aligned = (*layout.aligned("qkv", RUN), o_aligned)
         return LatentConfig(**options, shape=shape, aligned=aligned)
     return DecodeConfig(
         **options,
