@@ -355,4 +355,4 @@ class LatentConfig(CacheConfig):
 
     @property
     def stored(self) -> str:
-        return self.cache
+        return {"e4m3": "u8"}.get(self.cache, self.cache)

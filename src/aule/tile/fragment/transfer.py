@@ -53,8 +53,9 @@ class Transfer:
         self.col = run * RUN
         self.own = self.address(self.row, self.col)
         self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
-        # Two elements of 16 bits wait as one word: some compilers carry bf16 through a loop half by half.
-        self.waiting = Vector(u32, RUN // 2) if source.elem.bits == 16 else Vector(source.elem, RUN)
+        # Small elements wait as words: some compilers carry bf16 through a loop half by half.
+        bits = source.elem.bits
+        self.waiting = Vector(u32, RUN * bits // 32) if bits < 32 else Vector(source.elem, RUN)
         self._zero = b.splat(b.const(0, self.waiting.elem), self.waiting.lanes)
         self.registers: list[Var] = [] if self.direct else [self._register() for _ in range(self.count)]
 

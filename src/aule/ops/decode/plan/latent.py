@@ -26,8 +26,8 @@ SHAPES = {"fragment": LatentShape}
 
 def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> LatentShape | None:
     """Choose the shape of a workgroup: the first record that fits. None if the values are not the first columns of the
-    keys, if these are quantised or not aligned, or if no record fits."""
-    if not problem.latent or problem.quantised or not multiplies(target, problem.dtype):
+    keys, if these are not aligned, or if no record fits."""
+    if not problem.latent or not multiplies(target, problem.dtype):
         return None
     if not all(layout.aligned("k", RUN)):
         return None
@@ -47,7 +47,7 @@ def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> Lat
         "page": problem.page,
         "rows": problem.group * max(problem.seq_q, 1),
         "functions": problem.score_mod is not None or problem.mask_mod is not None,
-        "async_copies": target.async_copies,
+        "async_copies": target.async_copies and not problem.quantised,  # which are converted on their way
     }
     record = tuning.find(target, OP, facts, fits)
     return None if record is None else shape_of(record)
