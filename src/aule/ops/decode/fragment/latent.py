@@ -38,7 +38,7 @@ from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile, fitted
 from aule.tile.fragment.nonfinite import check_finite, sorted_out
 from aule.tile.fragment.shape import RUN, FragmentShape, row_stride
-from aule.tile.fragment.transfer import Mover, Transfer, strips
+from aule.tile.fragment.transfer import Mover, Transfer, transfer_by_rows
 
 _SCORES_AT_ONCE = 512
 """Scores of a subgroup that are computed together: enough products that do not wait for each other."""
@@ -180,7 +180,7 @@ class _Latent:
         self._finish(row, O)
 
     def _transfer(self, mover: Mover, source: Matrix, rows: int) -> Transfer:
-        return strips(mover, source, rows, self.memory, self.engine.copies, self.width)
+        return transfer_by_rows(mover, source, rows, self.memory, self.engine.copies, self.width)
 
     def _key_matrix(self) -> Matrix:
         keys = replace(self.work.k, rows=self.work.end)
@@ -209,10 +209,8 @@ class _Latent:
         transfer.start(zero, zero)
         transfer.finish(zero)
         b.barrier()
-        own, rows = (
-            self.first_row * self.stride + self.first_depth,
-            range(0, self.score_rows, engine.arrangement.height),
-        )
+        own = self.first_row * self.stride + self.first_depth
+        rows = range(0, self.score_rows, engine.arrangement.height)
         q = [
             [engine.load_left(self.memory, own, self.stride, row, col) for row in rows]
             for col in range(0, self.depth, SIZE)
@@ -239,8 +237,7 @@ class _Latent:
             alphas = self._row_factors(0)
             O.map(lambda x, r, c: x * alphas[r])
         self._add_values(O, at, nonfinite)
-        if self.places is not None:
-            self._find_next(start, turn)
+        self._find_next(start, turn)
         if shape.stages == 1:
             b.barrier()
         if waits:
