@@ -15,7 +15,7 @@ from aule.ir.types import f32
 from aule.ops.attention.cpu.shapes import FORWARD, backward_shape, block_shape
 from aule.ops.attention.plan import tiles, tiles_backward
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.decode.config import FragmentDecodeShape
+from aule.ops.decode.config import FragmentDecodeShape, LatentShape
 from aule.ops.linear.config import DirectBlocks, FragmentBlocks, WarpgroupBlocks
 from aule.ops.rows.hints import RowTuning, SumTuning
 from aule.target import Target
@@ -36,6 +36,7 @@ SHAPES = {
     tiles_backward.FRAGMENT: FragmentShape,
     tiles_backward.WARPGROUP: FragmentShape,
     "decode.fragment": FragmentDecodeShape,
+    "decode.latent": LatentShape,
     "linear.direct": DirectBlocks,
     "linear.lines": FragmentBlocks,
     "linear.fragment": FragmentBlocks,

@@ -12,6 +12,8 @@ from aule.tile.common.matrix import padded
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.shape import row_stride
 
+SCORE_PADDING = 8
+"""Numbers after a row of scores in shared memory, so that eight rows start in different groups of banks."""
 WIDEST = 128
 """Most columns to a multiple of which rows are padded on matrix units: 16 bytes for each of eight lanes."""
 
@@ -135,7 +137,95 @@ class FragmentDecodeShape:
         return sums + queries + 2 * self.step * row_stride(SIZE)
 
 
-AnyShape = DecodeShape | FragmentDecodeShape
+@dataclass(frozen=True)
+class LatentShape:
+    """Layout of a workgroup that decodes latents on matrix units (`aule.ops.decode.fragment.latent`).
+
+    Attributes
+    ----------
+    rows : int
+        Query rows of a workgroup: a multiple of 16.
+    keys : int
+        Keys of a tile: a power of two, at least 16.
+    subgroups : int
+        Subgroups of a workgroup: a power of two. Each computes its share of the scores, and its columns of O.
+    depth_parts : int
+        Subgroups among which the columns of the scores' product are divided: a power of two.
+    stages : int
+        2: the next tile is copied while this one is worked on. 1: it waits in registers meanwhile.
+    registers : int
+        Most registers of a thread, for languages that can say so; 0 leaves it to the driver.
+    lanes : int
+        Lanes of a subgroup.
+    """
+
+    engine: ClassVar = "fragment"
+
+    rows: int
+    keys: int
+    subgroups: int
+    depth_parts: int
+    stages: int = 2
+    registers: int = 0
+    lanes: int = 32
+
+    @property
+    def threads(self) -> int:
+        return self.subgroups * self.lanes
+
+    @property
+    def step(self) -> int:
+        """Keys of a workgroup's step."""
+        return self.keys
+
+    @property
+    def subgroup_step(self) -> int:
+        """Consecutive keys of a step: all of them."""
+        return self.keys
+
+    @property
+    def row_parts(self) -> int:
+        """Parts into which the rows of the scores are divided."""
+        return min(self.subgroups // self.depth_parts, self.rows // SIZE)
+
+    @property
+    def key_parts(self) -> int:
+        """Parts into which the keys of the scores are divided."""
+        return self.subgroups // (self.depth_parts * self.row_parts)
+
+    @property
+    def row_lanes(self) -> int:
+        """Neighbouring lanes that share a row's softmax."""
+        return self.threads // self.rows
+
+    @property
+    def possible(self) -> bool:
+        """Whether everything is divided evenly."""
+        even = self.rows * self.row_lanes == self.threads and self.key_parts * SIZE <= self.keys
+        return even and 0 < self.row_lanes <= min(self.lanes, self.keys // 2) and self.keys <= self.threads
+
+    @property
+    def score_stride(self) -> int:
+        """Numbers from one row of scores to the next in shared memory."""
+        return self.keys + SCORE_PADDING
+
+    def width(self, head_dim: int, value_dim: int) -> int:
+        """Columns of a key in shared memory: full fragments for each part of either product."""
+        return max(padded(head_dim, SIZE * self.depth_parts), padded(value_dim, SIZE * self.subgroups))
+
+    def tile_elements(self, head_dim: int, value_dim: int) -> int:
+        """Elements of the keys' tiles, through whose memory the queries pass."""
+        return max(self.stages * self.keys, self.rows) * row_stride(self.width(head_dim, value_dim))
+
+    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Most shared memory of a workgroup: tiles, P, scores, two numbers for each row, and the places of two tiles'
+        keys."""
+        halves = self.tile_elements(head_dim, value_dim) + self.rows * row_stride(self.keys)
+        scores = self.depth_parts * self.rows * self.score_stride
+        return 2 * halves + 4 * scores + 8 * self.rows + 2 * 8 * self.keys
+
+
+AnyShape = DecodeShape | FragmentDecodeShape | LatentShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,3 +344,15 @@ class FragmentDecodeConfig(CacheConfig):
     @property
     def stored(self) -> str:
         return "u32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(CacheConfig):
+    """Kernels of latents on matrix units, one for each type of shape: the values are the first columns of the keys,
+    which are read once. Here ``aligned`` concerns runs of eight for q, too."""
+
+    shape: LatentShape
+
+    @property
+    def stored(self) -> str:
+        return {"e4m3": "u8"}.get(self.cache, self.cache)

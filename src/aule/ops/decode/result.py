@@ -69,18 +69,20 @@ class Result:
 
     def store(self, row: Value, column: Value, values: list[Value], padded: int) -> None:
         """Store columns of a row that exists, except those past the last."""
+        target = self.target(row, self.config.value_dim % QUAD == 0 and len(values) % QUAD == 0)
+        for i in range(0, len(values), QUAD):
+            target.store(self.b, self.b.const(0, i32), column + i, values[i : i + QUAD], padded)
+
+    def target(self, row: Value, wide: bool) -> Matrix:
+        """Where a row of the result goes, as row 0 of a matrix; ``wide`` if partial results are stored as vectors."""
         b, p, dim, index = self.b, self.p, self.config.value_dim, self.work.index
         zero = b.const(0, i32)
         if self.config.stores_partials:
-            wide = dim % QUAD == 0 and len(values) % QUAD == 0
             start, partials = self._partial_number(row) * dim, p.buffer("part", f32, self._access)
-            target = Matrix(partials, start, zero, dim, b.const(0, index), None, wide)
-        else:
-            target = self.work.matrix("o")
-            token, head = self.work.query(self.work.row0 + row)
-            target = replace(target, base=self.work.row_start("o", target, token, head))
-        for i in range(0, len(values), QUAD):
-            target.store(b, zero, column + i, values[i : i + QUAD], padded)
+            return Matrix(partials, start, zero, dim, b.const(0, index), None, wide)
+        target = self.work.matrix("o")
+        token, head = self.work.query(self.work.row0 + row)
+        return replace(target, base=self.work.row_start("o", target, token, head))
 
     def store_lse(self, row: Value, lse: Value, chosen: Value) -> None:
         """Store the log-sum-exp of a row that exists, by the threads that are ``chosen``."""

@@ -6,10 +6,11 @@ Such a product is computed three times, by ``kind``: of the finite numbers (0), 
 
 from __future__ import annotations
 
-from aule.ir import Builder, Value
-from aule.ir.types import Scalar, element, f32, u16, u32
-from aule.tile.common.math import EXPONENTS, NEG_INF
+from aule.ir import Builder, Value, Var
+from aule.ir.types import Scalar, Vector, element, f32, u16, u32
+from aule.tile.common.math import EXPONENTS, NEG_INF, overflowing
 from aule.tile.fragment.engine import Components
+from aule.tile.fragment.shape import RUN
 
 
 def sorted_out(b: Builder, elem: Scalar, run: Value, kind: Value) -> Value:
@@ -40,3 +41,9 @@ def added(engine: Components, total: Value, part: Value, kind: Value) -> Value:
         more = b.select(b.eq(kind, 0), x, b.select(x > 0.0, infinite, b.const(0.0, f32)))
         parts.append(b.fragment_get(total, c) + more)
     return b.fragment_pack(engine.accumulator, parts)
+
+
+def check_finite(b: Builder, elem: Scalar, run: Value, found: Var) -> None:
+    """Set bits of ``found`` if a run of elements holds Inf or NaN."""
+    for word in b.unpack(b.bitcast(run, Vector(u32, RUN * elem.bits // 32))):
+        found.value = found.value | overflowing(b, word, elem)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import i32, u32
 from aule.ops.attention.config import FragmentConfig
-from aule.ops.attention.fragment.forward_memory import TileMemory, check_finite
+from aule.ops.attention.fragment.forward_memory import TileMemory
 from aule.ops.attention.fragment.forward_rows import QueryRows, can_deal_out, can_store_runs, store_runs
 from aule.ops.attention.fragment.tile_order import TilePlace
 from aule.ops.combine.pieces import pieces
@@ -22,7 +22,7 @@ from aule.target import Target
 from aule.tile.common.matrix import Matrix, divmod_const, padded
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile
-from aule.tile.fragment.nonfinite import added, sorted_out
+from aule.tile.fragment.nonfinite import added, check_finite, sorted_out
 from aule.tile.fragment.partial_sums import PartialSums
 from aule.tile.fragment.rope import transfer_of
 from aule.tile.fragment.shape import RUN, row_stride

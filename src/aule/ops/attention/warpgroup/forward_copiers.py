@@ -11,10 +11,10 @@ from aule.ir import Builder, Value
 from aule.ir.types import PANEL, i32, u32
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.forward_block import ForwardBlock
-from aule.ops.attention.fragment.forward_memory import check_finite
 from aule.ops.attention.warpgroup.forward_slots import COPIERS, Place, Slots
 from aule.target import Target
 from aule.tile.fragment.engine import Fragments
+from aule.tile.fragment.nonfinite import check_finite
 from aule.tile.warpgroup.copier import Copier, CopierTransfer
 from aule.tile.warpgroup.engine import Warpgroups
 

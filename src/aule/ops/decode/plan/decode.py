@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from aule import tuning
+from aule.ir import KernelIR
 from aule.ops.attention.plan.layout import Layout, view_scalars
 from aule.ops.attention.plan.scalars import problem_scalars, score_options
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.combine.partials import row_quads
 from aule.ops.combine.second_launch import CombineConfig, build_combine
-from aule.ops.decode.config import AnyShape, DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape
+from aule.ops.decode.config import (
+    AnyShape,
+    CacheConfig,
+    DecodeConfig,
+    DecodeShape,
+    FragmentDecodeConfig,
+    FragmentDecodeShape,
+    LatentConfig,
+    LatentShape,
+)
 from aule.ops.decode.fragment.kernel import build_decode_fragment
+from aule.ops.decode.fragment.latent import build_latent
+from aule.ops.decode.plan.latent import choose_latent
 from aule.ops.decode.plan.prefill import few_tokens, page_scalars, plan_prefill
 from aule.ops.decode.plan.shapes import (
     choose_cluster,
@@ -42,6 +55,12 @@ from aule.view import ITEMSIZE, TensorView
 
 Combine = Literal["cluster", "last_workgroup", "second_launch"]
 """How the partial results of a split sequence are combined."""
+_BUILDERS: dict[type[AnyShape], Callable[[Any, Target], KernelIR]] = {
+    DecodeShape: build_decode,
+    FragmentDecodeShape: build_decode_fragment,
+    LatentShape: build_latent,
+}
+"""Kernels by the type of their shape."""
 
 
 def decode_views(operands: DecodeOperands, out: TensorView) -> dict[str, TensorView]:
@@ -76,7 +95,7 @@ def plan_decode(
         From `decode_views`, with device strides and offsets.
     aligned_base : dict, optional
         For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
-    shape : DecodeShape or FragmentDecodeShape, optional
+    shape : DecodeShape, FragmentDecodeShape or LatentShape, optional
         Shape of a workgroup; by default the planner chooses.
     splits : int, optional
         Splits of each sequence's keys; by default the planner chooses.
@@ -86,7 +105,10 @@ def plan_decode(
     if math.prod(problem.out_shape) == 0 or problem.batch == 0 or problem.seq_q == 0:
         return Plan(())
     call = _Call(problem, Layout(views, aligned_base or {}), target)
-    prefill = plan_prefill(problem, views, target, call.paging, aligned_base or {}, call.largest_index > 2**31 - 1)
+    shape = shape or choose_latent(problem, call.layout, target)
+    prefill = None
+    if not isinstance(shape, LatentShape):  # which serves many tokens as well
+        prefill = plan_prefill(problem, views, target, call.paging, aligned_base or {}, call.largest_index > 2**31 - 1)
     if prefill is not None and problem.total_q is None:
         return Plan((prefill,))
     # In a packed batch the prefill launch takes the sequences of many tokens.
@@ -221,10 +243,13 @@ def _choose_splits(call: _Call, choice: _Choice) -> _Choice:
                 return replace(choice, splits=cluster, combine="cluster")
         if is_short(problem, target):
             return choice
-    resident = _resident(shape, target)
+    resident = _resident(shape, target, (problem.head_dim, problem.value_dim))
     # If several workgroups share a compute unit it is better to have all of them.
     even = isinstance(shape, DecodeShape) or resident < split_limits(target)["uneven_resident"]
-    splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens, even)
+    # Partial results of many blocks of rows would take too much memory.
+    many = isinstance(shape, LatentShape) and choice.row_blocks > tuning.number(target, "decode.latent.uneven_blocks")
+    uneven = problem.lens and not many
+    splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, uneven, even)
     return replace(choice, splits=splits, least_keys=least)
 
 
@@ -243,12 +268,14 @@ def _is_flat(choice: _Choice, target: Target) -> bool:
     return any(count > most for count, most in zip(choice.axes, target.max_grid, strict=True))
 
 
-def _resident(shape: AnyShape, target: Target) -> int:
+def _resident(shape: AnyShape, target: Target, dims: tuple[int, int]) -> int:
     """Workgroups that a compute unit runs at a time.
 
     Without a limit on registers, a few subgroups on matrix units have more loads in flight than a compute unit's share
     of the memory's bandwidth needs.
     """
+    if isinstance(shape, LatentShape):
+        return model.resident(target, shape.threads, shape.registers, shape.shared_bytes(*dims))
     resident = model.resident(target, shape.threads, shape.registers)
     unlimited = isinstance(shape, FragmentDecodeShape) and not shape.registers
     if not unlimited:
@@ -260,7 +287,7 @@ def _resident(shape: AnyShape, target: Target) -> int:
 # -- configure ---------------------------------------------------------------------------------------------------------
 
 
-def _configure(call: _Call, choice: _Choice) -> DecodeConfig | FragmentDecodeConfig:
+def _configure(call: _Call, choice: _Choice) -> CacheConfig:
     """Configuration of the kernel that attends to the keys."""
     problem, layout, shape = call.problem, call.layout, choice.shape
     options = _score_options(call) | _grid_options(call, choice)
@@ -277,6 +304,9 @@ def _configure(call: _Call, choice: _Choice) -> DecodeConfig | FragmentDecodeCon
             page_shared=problem.page > 0 and problem.page % SIZE == 0,
             aligned=(q_aligned, True, True, o_aligned),
         )
+    if isinstance(shape, LatentShape):
+        aligned = (*layout.aligned("qkv", RUN), o_aligned)
+        return LatentConfig(**options, shape=shape, aligned=aligned)
     return DecodeConfig(
         **options,
         shape=shape,
@@ -346,8 +376,7 @@ def _plan(call: _Call, choice: _Choice) -> Plan:
     config, scalars, grid = _configure(call, choice), _scalars(call, choice), choice.axes
     if config.flat_grid:
         grid = grid_of("decode_attention", choice.blocks * choice.splits, call.target)
-    build = build_decode_fragment if isinstance(config, FragmentDecodeConfig) else build_decode
-    attend = Step(config, build, grid, scalars)
+    attend = Step(config, _BUILDERS[type(choice.shape)], grid, scalars)
     if not config.stores_partials:
         return Plan((attend,))
     partials = choice.rows * choice.splits
@@ -357,9 +386,7 @@ def _plan(call: _Call, choice: _Choice) -> Plan:
     return Plan((attend, _combine_step(call, choice, config, scalars)), workspace)
 
 
-def _combine_step(
-    call: _Call, choice: _Choice, config: DecodeConfig | FragmentDecodeConfig, scalars: dict[str, int | float]
-) -> Step:
+def _combine_step(call: _Call, choice: _Choice, config: CacheConfig, scalars: dict[str, int | float]) -> Step:
     """The launch that combines the partial results of ``config``'s launch."""
     problem, target = call.problem, call.target
     quads = row_quads(problem.value_dim, target.max_threads)

@@ -219,7 +219,7 @@ def combines_in_last_workgroup(
     """
     if target.overlap:
         return False
-    shared = shape.shared_bytes(*dims) if isinstance(shape, FragmentDecodeShape) else shape.shared_bytes(dims[1])
+    shared = shape.shared_bytes(dims[1]) if isinstance(shape, DecodeShape) else shape.shared_bytes(*dims)
     fits = shared + combiner_bytes(dims[1], shape.threads) <= target.max_shared_bytes and buffers <= target.max_buffers
     most = tuning.number(target, "decode.gathered_quads") * QUAD * shape.threads
     return target.device_fence and fits and rows * splits * dims[1] <= most
