@@ -227,6 +227,14 @@ def test_when_they_are_chosen() -> None:
     assert isinstance(planned(replace(plain(64), dtype="f32"), device()).config, BackwardConfig)
 
 
+@pytest.mark.parametrize(("rows", "divided"), [(1 << 20, True), (3 << 20, False)])
+def test_blocks_are_divided_while_the_numbers_of_tiles_fit_32_bits(rows: int, divided: bool) -> None:
+    """A piece finds its tiles by products of two such numbers (`combine.pieces.Passes`)."""
+    problem = AttentionProblem(1, 8, 1, rows, rows, 256, 256, "bf16", 0.0625)
+    step = planned(problem, replace(device(), compute_units=132, device_fence=True))
+    assert step.config.shared_blocks == divided
+
+
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
 @pytest.mark.parametrize("options", [{"causal": True}, {"mask": "bool", "window": (64, 64)}], ids=["causal", "mask"])
 @pytest.mark.parametrize("dim", [64, 128])
