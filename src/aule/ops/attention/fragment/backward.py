@@ -52,6 +52,7 @@ class _Queries(TileKernel):
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
+        assert config.shape.score_cut[0] == 1, "a subgroup needs scores of all of its rows"
         self.own_rows()
         scores = self.scores
         self.own = (
