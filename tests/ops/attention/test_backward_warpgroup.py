@@ -160,15 +160,16 @@ def test_one_block_of_keys(name: str, arch: str) -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_dropped_infinities_do_not_leak(bad: float, softcap: float | None) -> None:
-    """Key 5 is dropped for all rows."""
+    """Key 5 is dropped for all rows by a mask; key 39 by causality, which would keep it for rows past the end."""
     rng = np.random.default_rng(0)
-    arrays = {name: rng.standard_normal((1, 1, 40, 16)).astype(np.float16) for name in "qkv"}
-    mask = np.ones((40, 40), bool)
+    arrays = {name: rng.standard_normal((1, 1, 39 + (name != "q"), 16)).astype(np.float16) for name in "qkv"}
+    mask = np.ones((39, 40), bool)
     mask[:, 5] = False
-    arrays["k"][:, :, 5] = arrays["v"][:, :, 5] = bad
+    for dropped in (5, 39):
+        arrays["k"][:, :, dropped] = arrays["v"][:, :, dropped] = bad
     arrays["mask"] = mask
     views = {name: grid.view_of(array) for name, array in arrays.items()}
-    problem, operands = attention_problem(**views, softcap=softcap)
+    problem, operands = attention_problem(**views, softcap=softcap, causal=True, causal_align="top-left")
     clean = {name: np.where(np.isfinite(array), array, 0).astype(array.dtype) for name, array in arrays.items()}
     found, dout = run(problem, operands, clean, ONE, target=interpreted())
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **clean))

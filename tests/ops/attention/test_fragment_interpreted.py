@@ -280,23 +280,24 @@ def test_gradients_of_wide_heads_with_rope(shape: FragmentShape) -> None:
 @pytest.mark.parametrize(
     "shape", [*BACKWARD.values(), *SHARING.values(), *WIDE[:2]], ids=[*BACKWARD, *SHARING, "two-parts", "eight-parts"]
 )
-def test_what_a_masked_key_holds_reaches_no_gradient(shape: FragmentShape, bad: float, deterministic: bool) -> None:
-    """Key 21, in a tile of which other keys are kept; with rows past the end of Q and of K."""
+def test_what_a_dropped_key_holds_reaches_no_gradient(shape: FragmentShape, bad: float, deterministic: bool) -> None:
+    """Key 21, in a tile of which other keys are kept. The last row keeps keys to its left alone, but rows past the end
+    would keep key 21."""
     rng = np.random.default_rng(5)
     clean = {
         name: rng.standard_normal((1, heads, rows, dim)).astype(np.float16)
         for name, heads, rows, dim in (("q", 2, 20, 136), ("k", 1, 40, 136), ("v", 1, 40, 24))
     }
-    clean["mask"] = np.arange(40)[None] != 21
-    given = {name: x.copy() for name, x in clean.items()}
-    given["k"][:, :, 21], given["v"][:, :, 21] = bad, bad
-    problem, operands = attention_problem(
-        **{name: grid.view_of(x) for name, x in given.items()}, deterministic=deterministic
-    )
     queries = shape if shape.score_cut[0] == 1 else BACKWARD["two-stages"]
-    found, dout = backward(problem, operands, clean, (queries, shape), True, target())
-    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **clean))
-    assert not wrong, wrong
+    masked = clean | {"mask": np.arange(40)[None] != 21}
+    for arrays, options in ((masked, {}), (clean, {"causal": True, "causal_align": "top-left"})):
+        given = {name: x.copy() for name, x in arrays.items()}
+        given["k"][:, :, 21], given["v"][:, :, 21] = bad, bad
+        views = {name: grid.view_of(x) for name, x in given.items()}
+        problem, operands = attention_problem(**views, **options, deterministic=deterministic)
+        found, dout = backward(problem, operands, arrays, (queries, shape), True, target())
+        wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+        assert not wrong, wrong
 
 
 def test_factors_rounded_by_integers() -> None:
