@@ -30,7 +30,7 @@ class Crew:
         return f"{self.barrier}, {self.threads}" if self.threads else str(self.barrier)
 
 
-WHOLE = Crew(0)
+WORKGROUP = Crew(0)
 
 
 def cluster_barrier(e: Emitter, op: Op, last: bool) -> None:

@@ -136,7 +136,7 @@ class _Body:
         self.kernel = kernel
         self.emitter = Emitter(arch)
         self.addresses = _ptx_memory.Addresses(self.emitter, kernel)
-        self._crew = _ptx_subgroup.WHOLE
+        self._crew = _ptx_subgroup.WORKGROUP
         """The threads that barriers wait for."""
         e, subgroups = self.emitter, -(-kernel.workgroup // _SUBGROUP_SIZE)
         self._handlers: dict[str, Callable[[Op], None]] = {

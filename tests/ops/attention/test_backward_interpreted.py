@@ -20,7 +20,7 @@ from aule.ops.attention.plan.tiles_backward import SIMT
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import attention_reference, rounded_to
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
-from aule.ops.attention.validate import Operands
+from aule.ops.attention.validate import Operands, attention_problem
 from aule.target import Target
 from aule.tile.simt.shape import SimtShape
 from aule.view import TensorView, contiguous_strides
@@ -101,6 +101,25 @@ def test_small_grid(case: grid.Case, way: tuple[str, bool]) -> None:
     found, dout = run(problem, operands, inputs, shape, index64=case.seq_q % 2 == 0)
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("exactly", [False, True], ids=["sums", "deterministic"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_keys_that_only_rows_past_the_end_would_keep(shape: str, bad: float, exactly: bool) -> None:
+    """Whatever they hold, their gradients are zero."""
+    rng = np.random.default_rng(5)
+    clean = {
+        name: rng.standard_normal((1, 1, rows, 24)).astype(np.float32)
+        for name, rows in (("q", 20), ("k", 40), ("v", 40))
+    }
+    given = {name: x.copy() for name, x in clean.items()}
+    given["k"][:, :, 21], given["v"][:, :, 21] = bad, bad
+    views = {name: grid.view_of(x) for name, x in given.items()}
+    problem, operands = attention_problem(**views, causal=True, causal_align="top-left", deterministic=exactly)
+    found, dout = run(problem, operands, clean, SHAPES[shape])
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **clean))
     assert not wrong, wrong
 
 

@@ -160,15 +160,16 @@ def test_one_block_of_keys(name: str, arch: str) -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_dropped_infinities_do_not_leak(bad: float, softcap: float | None) -> None:
-    """Key 5 is dropped for all rows."""
+    """Key 5 is dropped for all rows by a mask; key 39 by causality, which would keep it for rows past the end."""
     rng = np.random.default_rng(0)
-    arrays = {name: rng.standard_normal((1, 1, 40, 16)).astype(np.float16) for name in "qkv"}
-    mask = np.ones((40, 40), bool)
+    arrays = {name: rng.standard_normal((1, 1, 39 + (name != "q"), 16)).astype(np.float16) for name in "qkv"}
+    mask = np.ones((39, 40), bool)
     mask[:, 5] = False
-    arrays["k"][:, :, 5] = arrays["v"][:, :, 5] = bad
+    for dropped in (5, 39):
+        arrays["k"][:, :, dropped] = arrays["v"][:, :, dropped] = bad
     arrays["mask"] = mask
     views = {name: grid.view_of(array) for name, array in arrays.items()}
-    problem, operands = attention_problem(**views, softcap=softcap)
+    problem, operands = attention_problem(**views, softcap=softcap, causal=True, causal_align="top-left")
     clean = {name: np.where(np.isfinite(array), array, 0).astype(array.dtype) for name, array in arrays.items()}
     found, dout = run(problem, operands, clean, ONE, target=interpreted())
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **clean))
@@ -225,6 +226,14 @@ def test_when_they_are_chosen() -> None:
     for step in others:
         assert step.build is build_backward_fragment
     assert isinstance(planned(replace(plain(64), dtype="f32"), device()).config, BackwardConfig)
+
+
+@pytest.mark.parametrize(("rows", "divided"), [(1 << 20, True), (3 << 20, False)])
+def test_blocks_are_divided_while_the_numbers_of_tiles_fit_32_bits(rows: int, divided: bool) -> None:
+    """A piece finds its tiles by products of two such numbers (`combine.pieces.Passes`)."""
+    problem = AttentionProblem(1, 8, 1, rows, rows, 256, 256, "bf16", 0.0625)
+    step = planned(problem, replace(device(), compute_units=132, device_fence=True))
+    assert step.config.shared_blocks == divided
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")

@@ -67,10 +67,10 @@ def test_wide_values(arch: str, options: dict[str, Any], monkeypatch: pytest.Mon
     views = {name: grid.view_of(array) for name, array in arrays.items()}
     problem, operands = attention_problem(**views, return_lse=True, **options)
     made: list[int] = []
-    whole = plan._plan_slices
-    monkeypatch.setattr(plan, "_plan_slices", lambda *args: made.append(1) or whole(*args))
+    in_turn = plan._in_turn
+    monkeypatch.setattr(plan, "_in_turn", lambda plans: made.append(len(plans)) or in_turn(plans))
     out, lse = run(problem, operands, None, target(arch))
-    assert bool(made) == (arch == "sm_90")
+    assert made == ([2] if arch == "sm_90" else [])
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
 
@@ -273,6 +273,31 @@ def test_gradients_of_wide_heads_with_rope(shape: FragmentShape) -> None:
     found, dout = backward(problem, operands, arrays, shape, False, target())
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sums"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "shape", [*BACKWARD.values(), *SHARING.values(), *WIDE[:2]], ids=[*BACKWARD, *SHARING, "two-parts", "eight-parts"]
+)
+def test_what_a_dropped_key_holds_reaches_no_gradient(shape: FragmentShape, bad: float, deterministic: bool) -> None:
+    """Key 21, in a tile of which other keys are kept. The last row keeps keys to its left alone, but rows past the end
+    would keep key 21."""
+    rng = np.random.default_rng(5)
+    clean = {
+        name: rng.standard_normal((1, heads, rows, dim)).astype(np.float16)
+        for name, heads, rows, dim in (("q", 2, 20, 136), ("k", 1, 40, 136), ("v", 1, 40, 24))
+    }
+    queries = shape if shape.score_cut[0] == 1 else BACKWARD["two-stages"]
+    masked = clean | {"mask": np.arange(40)[None] != 21}
+    for arrays, options in ((masked, {}), (clean, {"causal": True, "causal_align": "top-left"})):
+        given = {name: x.copy() for name, x in arrays.items()}
+        given["k"][:, :, 21], given["v"][:, :, 21] = bad, bad
+        views = {name: grid.view_of(x) for name, x in given.items()}
+        problem, operands = attention_problem(**views, **options, deterministic=deterministic)
+        found, dout = backward(problem, operands, arrays, (queries, shape), True, target())
+        wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+        assert not wrong, wrong
 
 
 def test_factors_rounded_by_integers() -> None:

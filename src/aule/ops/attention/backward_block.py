@@ -70,6 +70,7 @@ class BackwardBlock:
         self.row0 = self.block * self.block_q
         batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
         self.scores = Scores(p, batch)
+        self.scores.drop_unreached()
         if config.packed:
             self.exists = self.exists & (self.row0 < self.scores.seq_kv)
 

@@ -169,6 +169,14 @@ class Scores:
         self.seq_q, self.seq_kv, self.shift = self.extent.seq_q, self.extent.seq_kv, self.extent.shift
         self.left = number("left") if self.config.left else None
         self.right = number("right") if self.config.right else None
+        self.keys_end = self.seq_kv
+        """Keys from here on are dropped for all rows, rows past the end among them."""
+
+    def drop_unreached(self) -> None:
+        """Drop keys behind the reach of the last row for rows past the end, too. They keep those otherwise, and though
+        they weigh nothing, NaN in such a key would reach its own gradients."""
+        if self.right is not None:
+            self.keys_end = self.b.min(self.seq_kv, self.seq_q + self.shift + self.right)
 
     def reach(self, nearest: Value, furthest: Value) -> Reach:
         """The reach of rows at positions ``nearest .. furthest``."""
@@ -212,7 +220,7 @@ class Scores:
             result.append(mod.boolean(self._reader("mask", "bool", head, columns["mask"])))
         if config.mask_function is not None:
             result.append(self._mask_function)
-        result.append(mod.band(self.seq_kv, self.left, self.right))
+        result.append(mod.band(self.keys_end, self.left, self.right))
         return result
 
     def modify(self, tile: Tile, head: Value, place: Place, partial: Value) -> list[list[Value]] | None:

@@ -1,6 +1,6 @@
 """What the backward kernels on matrix units share: parameters, scores between the products, and results.
 
-A workgroup *owns* rows of two matrices and passes over the rows of two *others* (`fragment.backward`).
+A workgroup *owns* rows of two matrices and passes over the rows of two *others* (`backward.py` has the products).
 """
 
 from __future__ import annotations

@@ -292,8 +292,10 @@ class _Draft:
         # Blocks of a band differ in length, so that their last wave is not one.
         if wave is None or not (config.keeps_all or blocks < wave.resident * units):
             return None
-        tiles = -(-problem.seq_q // shape.block_kv) * problem.group
-        return split_last_wave(blocks, tiles, units, wave)
+        each = -(-problem.seq_q // shape.block_kv)
+        if each**2 > 2**31 - 1:  # `Passes` multiplies such numbers in 32 bits
+            return None
+        return split_last_wave(blocks, each * problem.group, units, wave)
 
     def _rotate(self, kernel: _Kernel) -> None:
         """Rotate q and k in steps of their own, since the kernel copies rows past registers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -62,10 +63,9 @@ def plan_forward(
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     """
-    facts = {"rotated": problem.rope is not None, "warpgroups": has_warpgroups(target, problem.dtype)}
-    widest = int(tuning.number(target, "attention.forward.widest_values", **facts))
-    if shape is None and problem.value_dim > widest and _slices_pay(problem, views, target, aligned_base, widest):
-        return _plan_slices(problem, views, target, aligned_base, widest)
+    slices = [] if shape is not None else _slices(problem, views, target, aligned_base)
+    if slices:
+        return _in_turn([plan_forward(part, own, target, aligned_base) for part, own in slices])
     draft = _Draft(problem, Layout(views, aligned_base or {}), target)
     tiles = shape or _choose_shape(problem, draft.layout, target)
     if problem.precision is not None and not rotates_runs(problem):
@@ -81,47 +81,6 @@ def plan_forward(
         draft.rotate(tiles)
         config = draft.fragment_config(tiles, own_full_tiles=shape is None)
     return draft.launched(config, tiles, _split(draft.problem, config, tiles, target) if shape is None else None)
-
-
-def _slice(
-    problem: AttentionProblem, views: dict[str, TensorView], first: int, width: int
-) -> tuple[AttentionProblem, dict[str, TensorView]]:
-    """Cut a problem down to some columns of its values; the first slice stores the log-sum-exp."""
-    width = min(width, problem.value_dim - first)
-    own = {
-        name: replace(view, shape=(*view.shape[:3], width), offset=view.offset + first * view.strides[3])
-        for name, view in views.items()
-        if name in ("v", "o")
-    }
-    return replace(problem, value_dim=width, return_lse=problem.return_lse and first == 0), {**views, **own}
-
-
-def _slices_pay(
-    problem: AttentionProblem,
-    views: dict[str, TensorView],
-    target: Target,
-    aligned_base: dict[str, bool] | None,
-    widest: int,
-) -> bool:
-    """Whether slices run on matrix units, which more than makes up for computing the scores again."""
-    part, own = _slice(problem, views, 0, widest)
-    return isinstance(_choose_shape(part, Layout(own, aligned_base or {}), target), FragmentShape)
-
-
-def _plan_slices(
-    problem: AttentionProblem,
-    views: dict[str, TensorView],
-    target: Target,
-    aligned_base: dict[str, bool] | None,
-    widest: int,
-) -> Plan:
-    """Plan values that are too wide for one workgroup's registers: one launch after the other, some columns each."""
-    parts = (_slice(problem, views, first, widest) for first in range(0, problem.value_dim, widest))
-    plans = [plan_forward(part, own, target, aligned_base) for part, own in parts]
-    names = {name for plan in plans for name in plan.workspace}
-    workspace = {name: max(plan.workspace.get(name, 0) for plan in plans) for name in names}
-    scratch = {name: max(plan.scratch.get(name, 0) for plan in plans) for plan in plans for name in plan.scratch}
-    return Plan(tuple(step for plan in plans for step in plan.steps), workspace, scratch)
 
 
 # -- choose ------------------------------------------------------------------------------------------------------------
@@ -173,6 +132,52 @@ def _unmodified_length(problem: AttentionProblem) -> int:
     modified = modified or problem.has_functions
     banded = problem.limits != (UNBOUNDED, UNBOUNDED)
     return 0 if modified or banded or problem.packed is not None else min(problem.seq_q, problem.seq_kv)
+
+
+# -- values in slices --------------------------------------------------------------------------------------------------
+
+Slice = tuple[AttentionProblem, dict[str, TensorView]]
+"""A problem with some columns of the values, and its views."""
+
+
+def _slices(
+    problem: AttentionProblem, views: dict[str, TensorView], target: Target, aligned_base: dict[str, bool] | None
+) -> list[Slice]:
+    """Divide values that are too wide for one workgroup's registers, for one launch each. Empty if one launch takes
+    all, or if slices would not run on matrix units: only those make up for computing the scores again."""
+    facts = {"rotated": problem.rope is not None, "warpgroups": has_warpgroups(target, problem.dtype)}
+    widest = int(tuning.number(target, "attention.forward.widest_values", **facts))
+    if problem.value_dim <= widest:
+        return []
+    slices = [_slice(problem, views, first, widest) for first in range(0, problem.value_dim, widest)]
+    part, own = slices[0]
+    on_units = isinstance(_choose_shape(part, Layout(own, aligned_base or {}), target), FragmentShape)
+    return slices if on_units else []
+
+
+def _slice(problem: AttentionProblem, views: dict[str, TensorView], first: int, width: int) -> Slice:
+    """At most ``width`` columns of the values; the first slice stores the log-sum-exp."""
+    width = min(width, problem.value_dim - first)
+    own = {
+        name: replace(view, shape=(*view.shape[:3], width), offset=view.offset + first * view.strides[3])
+        for name, view in views.items()
+        if name in ("v", "o")
+    }
+    return replace(problem, value_dim=width, return_lse=problem.return_lse and first == 0), {**views, **own}
+
+
+def _in_turn(plans: list[Plan]) -> Plan:
+    """Plans one after the other, in the same memory."""
+    steps = tuple(step for plan in plans for step in plan.steps)
+    return Plan(steps, _largest(plan.workspace for plan in plans), _largest(plan.scratch for plan in plans))
+
+
+def _largest(sizes: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The largest of the sizes of each name."""
+    largest: dict[str, int] = {}
+    for each in sizes:
+        largest |= {name: max(size, largest.get(name, 0)) for name, size in each.items()}
+    return largest
 
 
 # -- configure ---------------------------------------------------------------------------------------------------------
