@@ -41,11 +41,12 @@ def run(args: argparse.Namespace) -> int:
 def _attention(facts: Facts) -> Finding:
     """Compute a little on the device that calls use, and compare it with NumPy."""
     if facts.default is None:
+        if facts.default_error:
+            return Finding("result", "attention", PROBLEM, "no device, for the reason above")
         forced = settings.backend()
         text = f"AULE_BACKEND={forced} is used" if forced else "there is no GPU and no CPU engine"
         remedy = "unset AULE_BACKEND" if forced else 'pip install "aule-attention[cpu]"'
-        text = "no device, for the reason above" if facts.default_error else f"{text}: NumPy is slow, without gradients"
-        return Finding("result", "attention", PROBLEM, text, remedy)
+        return Finding("result", "attention", PROBLEM, f"{text}: NumPy is slow, without gradients", remedy)
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 64, 64), np.float32)
     try:
         found = flash_attention(q, k, v, backend=facts.default)

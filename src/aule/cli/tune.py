@@ -69,7 +69,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, value in (*sizes, *(("--columns", n) for n in args.columns)):
         if value < 1 or (name == "--head-dim" and value > MAX_HEAD_DIM):
             raise InvalidArgumentError(
-                f"[tune] expected {name} of at least 1 (head dimensions to {MAX_HEAD_DIM}), got {value}; change it"
+                f"[tune] expected {name} of {f'1 to {MAX_HEAD_DIM}' if name == '--head-dim' else 'at least 1'}, got "
+                f"{value}; change it"
             )
     if not (math.isfinite(args.seconds) and args.seconds >= 0):
         raise InvalidArgumentError(f"[tune] expected --seconds of 0 or more, got {args.seconds}; change it")
