@@ -377,7 +377,7 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     )
     assert main(["cache", "--clear"]) == 0
     said = capsys.readouterr().out
-    assert "1 files  1.0 MiB  what `aule tune` measured" in said and "generated kernels" not in said
+    assert "1 file  1.0 MiB  what `aule tune` measured" in said and "generated kernels" not in said
     assert main(["cache", "--clear-tuned"]) == 0
     assert [x.name for x in (tmp_path / "cache").rglob("*") if x.is_file() and x.stat().st_size] == ["mine.txt"]
 

@@ -16,6 +16,7 @@ from aule._version import __version__
 from aule.api.attention import flash_attention
 from aule.cli._diagnosis import MISSING, OK, PACKAGES, PROBLEM, Finding, diagnose
 from aule.cli._facts import Facts, gather
+from aule.cli._figures import counted
 from aule.errors import AuleError
 
 
@@ -72,8 +73,4 @@ def _report(findings: list[Finding]) -> Iterator[str]:
         if finding.remedy:
             yield f"  {'':8} {'':{width}}  -> {finding.remedy}"
     counts = {status: sum(finding.status == status for finding in findings) for status in (PROBLEM, MISSING)}
-    yield f"\n{_count(counts[PROBLEM], 'problem')}; {_count(counts[MISSING], 'optional part')} missing"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    yield f"\n{counted(counts[PROBLEM], 'problem')}; {counted(counts[MISSING], 'optional part')} missing"

@@ -10,7 +10,7 @@ from typing import Any
 
 from aule.api.info import table
 from aule.backends import registry
-from aule.cli._figures import speed
+from aule.cli._figures import counted, speed
 from aule.engine.tune import Measured, Outcome, tune
 from aule.engine.tune_cases import OPS, Settings
 from aule.errors import InvalidArgumentError
@@ -115,7 +115,7 @@ def _known(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"removed" if args.reset else "records": [json.loads(r.line()) for r in records]}, indent=2))
     elif args.reset:
-        print(f"{len(records)} records removed; the tables that came with aule apply again")
+        print(f"{counted(len(records), 'record')} removed; the tables that came with aule apply again")
     else:
         print("\n".join(_listed(records)))
     return 0
