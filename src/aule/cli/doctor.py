@@ -14,6 +14,7 @@ import numpy as np
 from aule import settings
 from aule._version import __version__
 from aule.api.attention import flash_attention
+from aule.api.info import folded
 from aule.cli._diagnosis import MISSING, OK, PACKAGES, PROBLEM, Finding, diagnose
 from aule.cli._facts import Facts, gather
 from aule.cli._figures import counted
@@ -62,15 +63,16 @@ def _attention(facts: Facts) -> Finding:
 
 
 def _report(findings: list[Finding]) -> Iterator[str]:
-    yield f"aule {__version__}, Python {platform.python_version()} ({sys.executable}), {platform.platform()}"
+    version = f"Python {platform.python_version()} ({sys.executable})"
+    yield folded(f"aule {__version__}, {version}, {platform.platform()}", 5)
     area = ""
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         if finding.area != area:
             area = finding.area
             yield f"\n{area[0].upper()}{area[1:]}"
-        yield f"  {finding.status:8} {finding.name:{width}}  {finding.text}".rstrip()
+        yield folded(f"  {finding.status:8} {finding.name:{width}}  {finding.text}".rstrip(), width + 13)
         if finding.remedy:
-            yield f"  {'':8} {'':{width}}  -> {finding.remedy}"
+            yield folded(f"  {'':8} {'':{width}}  -> {finding.remedy}", width + 16)
     counts = {status: sum(finding.status == status for finding in findings) for status in (PROBLEM, MISSING)}
     yield f"\n{counted(counts[PROBLEM], 'problem')}; {counted(counts[MISSING], 'optional part')} missing"
