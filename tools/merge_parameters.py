@@ -1,6 +1,7 @@
 """An extension of mkdocstrings: parameters that share a description become one row of the reference.
 
-NumPy docstrings write ``q, k, v : array`` once; without this, the text is repeated for each of them.
+NumPy docstrings write ``q, k, v : array`` once; without this, the text is repeated for each of them. The parameter that
+collects unknown options is left out of signatures.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from typing import Any
 
 import griffe
 
-PUBLIC = ("aule.api", "aule.codegen", "aule.integrations", "aule.kernels", "aule.nn")
+PUBLIC = ("aule.api", "aule.codegen", "aule.distributed", "aule.integrations", "aule.kernels", "aule.nn")
 
 
 class MergeParameters(griffe.Extension):
     """Only for functions: when a class is read, the parameters that it inherits are not known yet."""
 
     def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
-        if func.docstring is None or not func.path.startswith(PUBLIC):
+        if not func.path.startswith(PUBLIC):
+            return
+        if "unknown" in func.parameters and str(func.parameters["unknown"].annotation) == "NoReturn":
+            del func.parameters["unknown"]
+        if func.docstring is None:
             return
         defaults = {parameter.name: str(parameter.default) for parameter in func.parameters}
         for section in func.docstring.parsed:

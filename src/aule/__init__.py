@@ -205,5 +205,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    own = {name for name in globals() if not name.startswith("_") or name.startswith("__")}
-    return sorted({*own, *__all__, *_NOT_STARRED})
+    special = {name for name in globals() if name.startswith("__")}
+    return sorted({*special, *__all__, *_NOT_STARRED})  # without modules that happen to be loaded

@@ -61,7 +61,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda s, b, h, q, k: math.exp(s),
         rf"as a Python number \(.*{HERE}; use functions of torch or NumPy, not of math",
     ),
-    "a list": (lambda s, b, h, q, k: s + [0.1, 0.2][h], rf"as an index of a list \(.*{HERE}; index a torch tensor"),
+    "a list": (
+        lambda s, b, h, q, k: s + [0.1, 0.2][h],
+        rf"where Python needs an int, such as the index of a list \(.*{HERE}; index a torch tensor",
+    ),
     "divmod": (lambda s, b, h, q, k: divmod(q, 2)[0], rf"unsupported operand type.* divmod.* \(.*{HERE}"),
     "an index": (
         lambda s, b, h, q, k: s + LEARNED[h, 8],

@@ -146,7 +146,15 @@ def both(b: Builder, x: Any, y: Any, out: Any) -> None:
     [
         (lambda: aule.launch(total, 1, ARRAY, 8), InvalidArgumentError, r"expected 3 arguments \(x, out, n\), got 2"),
         (lambda: aule.launch(total, 1, 1, 2, 3), InvalidArgumentError, "expected an array to write to, got none"),
-        (lambda: aule.launch(total, 1, ARRAY, 1.0, 8), InvalidArgumentError, "element types of x, out"),
+        (lambda: aule.launch(total, 1, ARRAY, 1.0, 8), InvalidDtypeError, "expected an array .* for out, got float"),
+        (lambda: aule.launch(total, 1, [1.0], ARRAY, 8), InvalidDtypeError, "expected an array .* for x, got list"),
+        (
+            lambda: aule.launch(total.trace("float32", "float32"), 1, ARRAY, [1.0], 8),
+            InvalidArgumentError,
+            "expected an array of float32 for out, got list; pass one for each parameter, in order, and all arrays of",
+        ),
+        (lambda: total.trace("float32"), InvalidArgumentError, "element types of x, out"),
+        (lambda: aule.launch(total, 1, ARRAY, np.ones(8, np.float32), "8"), InvalidArgumentError, "got '8'; convert"),
         (lambda: aule.launch(total, 1, ARRAY, ARRAY, 8), InvalidArgumentError, "do not overlap .* got .*x"),
         (
             lambda: aule.launch(total, 1, ARRAY, np.zeros(8)[::2].astype(np.float32)[::2], 8),

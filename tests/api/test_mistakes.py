@@ -34,9 +34,18 @@ OFFSETS = np.array([0, 4, 9], np.int32)
 PACKED = (ROWS, ROWS, ROWS, OFFSETS, OFFSETS)
 PAGES = (ones(2, 8, 64), ones(4, 16, 2, 64), ones(4, 16, 2, 64), np.zeros((2, 2), np.int32), np.array([3, 5], np.int32))
 CACHED = (ones(2, 8, 64), ones(2, 2, 9, 64), ones(2, 2, 9, 64))
+LATENT = (ones(2, 8, 24), ones(4, 16, 24), np.zeros((2, 2), np.int32), np.array([3, 5], np.int32))
 X = ones(4, 8)
 BACKENDS = "[backend] expected one of cuda, hip, metal, vulkan, opencl, webgpu, cpu, numpy, got"
 FLOATS = "float32, float16, bfloat16 or float64"
+MAKE_A_MASK = (
+    "pass block_mask=aule.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN); causal is lambda b, h, q, k: q >= k"
+)
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
 
 OPTIONS: list[tuple[str, tuple[Any, ...], str, str]] = [
     ("flash_attention", QKV, "is_causal", "did you mean `causal`?"),
@@ -74,6 +83,16 @@ OPTIONS: list[tuple[str, tuple[Any, ...], str, str]] = [
     ("attention", QKV, "scale", "did you mean `softmax_scale`?"),
     ("KVCache", (4, 2, 16), "block_size", "did you mean `page_size`?"),
     ("KVCache", (4, 2, 16), "num_layers", "did you mean `layers`?"),
+    ("KVCache", (4, 1, 16), "kv_lora_rank", "did you mean `value_dim`?"),
+    ("flash_attention", QKV, "score_mod", "call aule.flex_attention, which takes functions of scores"),
+    ("flash_attention", QKV, "block_mask", "call aule.flex_attention, which takes masks as functions"),
+    ("flex_attention", QKV, "causal", MAKE_A_MASK),
+    ("flex_attention", QKV, "attn_mask", MAKE_A_MASK),
+    ("flex_attention", QKV, "mask_mod", MAKE_A_MASK),
+    ("flex_attention", QKV, "softcap", "compute it in score_mod(score, b, h, q_idx, kv_idx)"),
+    ("flex_attention", QKV, "softmax_scale", "did you mean `scale`?"),
+    ("create_block_mask", (causal, None, None, 9, 9), "block_size", "did you mean `BLOCK_SIZE`?"),
+    ("create_block_mask", (causal, None, None, 9, 9), "seq_kv", "did you mean `KV_LEN`?"),
 ]  # fmt: skip
 """A function, its arguments, an option that it does not have, and the remedy."""
 
@@ -182,7 +201,73 @@ CALLS: list[tuple[type[aule.AuleError], str, Callable[..., Any]]] = [
         "the cache or correct the lengths",
         lambda a: aule.decode_attention(*map(a, CACHED), context_lens=a(np.array([3, 10], np.int32))),
     ),
+    (
+        aule.InvalidShapeError,
+        "[flex_attention] expected as many heads of key and value as of query, got 4 and 2; pass enable_gqa=True to "
+        "share heads of key and value",
+        lambda a: aule.flex_attention(a(Q), a(ones(2, 2, 9, 16)), a(ones(2, 2, 9, 16))),
+    ),
+    (
+        aule.InvalidShapeError,
+        "[flex_attention] expected query, key and value of shape [batch, heads, seq, head_dim], got [4, 9, 16], "
+        "[4, 9, 16], [4, 9, 16]; add axes of length 1",
+        lambda a: aule.flex_attention(a(Q)[0], a(Q)[0], a(Q)[0]),
+    ),
+    (
+        aule.InvalidShapeError,
+        "[mla_decode] expected q and kv_cache of equal dim, got q [2, 8, 16] and kv_cache [4, 16, 24]; both have the "
+        "latent columns and the rotated ones",
+        lambda a: aule.mla_decode(a(ones(2, 8, 16)), *map(a, LATENT[1:]), scale=None, value_dim=16),
+    ),
+    (
+        aule.InvalidShapeError,
+        "[mla_decode] expected kv_cache of [pages, page, dim], got [4, 16, 1, 24]; reshape it",
+        lambda a: aule.mla_decode(a(LATENT[0]), a(LATENT[1][:, :, None]), *map(a, LATENT[2:]), scale=None),
+    ),
+    (
+        aule.InvalidShapeError,
+        "[mla_decode] expected value_dim from 1 to the 24 columns of kv_cache, got 512; the values are its first "
+        "columns",
+        lambda a: aule.mla_decode(*map(a, LATENT), scale=None),
+    ),
+    (
+        aule.InvalidShapeError,
+        "[mla_decode] expected kv_scale of [pages, page] = [4, 16], got [4]; give each token one factor",
+        lambda a: aule.mla_decode(
+            a(LATENT[0]),
+            a(ones(4, 16, 24, dtype=np.int8)),
+            *map(a, LATENT[2:]),
+            scale=None,
+            value_dim=16,
+            kv_scale=a(ones(4)),
+        ),
+    ),
+    (
+        aule.InvalidShapeError,
+        "[mla_decode] expected indices of [2, topk], got [3, 4]; give every token its keys",
+        lambda a: aule.mla_decode(*map(a, LATENT[:2]), scale=None, value_dim=16, indices=a(np.zeros((3, 4), np.int32))),
+    ),
+    (
+        aule.InvalidShapeError,
+        "[decode_attention] expected tree_mask of shape [tokens, tokens] or [batch, tokens, tokens] with batch = 2 and "
+        "tokens = 1, got [3, 3]; give a row for each of the newest queries and a column for each of the newest keys",
+        lambda a: aule.decode_attention(*map(a, CACHED), tree_mask=a(ones(3, 3, dtype=np.bool_))),
+    ),
     # dtypes and kinds
+    (
+        aule.InvalidDtypeError,
+        "[flex_attention] expected NumPy arrays, torch tensors or arrays with __dlpack__, got list; convert with "
+        "numpy.asarray",
+        lambda a: aule.flex_attention([[1.0, 2.0]], [[1.0, 2.0]], [[1.0, 2.0]]),
+    ),
+    (
+        aule.InvalidDtypeError,
+        "[mla_decode] expected kv_cache of q's dtype, or int8 or float8_e4m3fn with kv_scale, got int8 without "
+        "kv_scale for q of float32; convert it, or pass its scales",
+        lambda a: aule.mla_decode(
+            a(LATENT[0]), a(ones(4, 16, 24, dtype=np.int8)), *map(a, LATENT[2:]), scale=None, value_dim=16
+        ),
+    ),
     (
         aule.InvalidDtypeError,
         f"[flash_attention] expected q of {FLOATS}, got int32; convert q first",
@@ -214,6 +299,102 @@ CALLS: list[tuple[type[aule.AuleError], str, Callable[..., Any]]] = [
         aule.InvalidDtypeError,
         "[KVCache] expected dtype float32, float16 or bfloat16, got 'float'; choose one",
         lambda a: aule.KVCache(4, 2, 16, dtype="float"),
+    ),
+    # functions of the user
+    (
+        aule.InvalidArgumentError,
+        "[flex_attention] expected score_mod as a function of 5 arguments (score, batch, head, query, key), got "
+        "(s, b) (too many positional arguments); give it these arguments",
+        lambda a: aule.flex_attention(a(Q), a(Q), a(Q), lambda s, b: s),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[flex_attention] expected score_mod as a function of 5 arguments (score, batch, head, query, key), got "
+        "BlockMask; pass it as block_mask=",
+        lambda a: aule.flex_attention(a(Q), a(Q), a(Q), aule.create_block_mask(causal, None, None, 9, 9)),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[flex_attention] expected return_aux as an AuxRequest, got bool; pass aule.AuxRequest(lse=True)",
+        lambda a: aule.flex_attention(a(Q), a(Q), a(Q), return_aux=True),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[flex_attention] expected return_lse to be True or False, got str; pass a bool",
+        lambda a: aule.flex_attention(a(Q), a(Q), a(Q), return_lse="no"),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[flex_attention] expected a block mask for batch 2, 4 heads, 9 queries and 9 keys, got [1, 1, 8, 8]; make one "
+        "with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)",
+        lambda a: aule.flex_attention(a(Q), a(Q), a(Q), None, aule.create_block_mask(causal, None, None, 8, 8)),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[create_block_mask] expected functions of masks, got ndarray; pass mask_mod(b, h, q_idx, kv_idx)",
+        lambda a: aule.create_block_mask(Q, None, None, 9, 9),  # type: ignore[arg-type]
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[create_block_mask] expected BLOCK_SIZE as an int of at least 1 or two of them, got 0; leave it out for 128",
+        lambda a: aule.create_block_mask(causal, None, None, 9, 9, BLOCK_SIZE=0),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[create_block_mask] expected lengths of at least 0, got [1, 1, -9, 9]; pass the lengths of query and key",
+        lambda a: aule.create_block_mask(causal, None, None, -9, 9),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[and_masks] expected functions of masks, got BlockMask; pass its mask_mod",
+        lambda a: aule.and_masks(causal, aule.create_block_mask(causal, None, None, 9, 9)),  # type: ignore[arg-type]
+    ),
+    # caches of latents
+    (
+        aule.InvalidArgumentError,
+        "[mla_decode] expected block_tables and context_lens, or indices, got block_tables; pass the pages and length "
+        "of each sequence, or the keys of each token",
+        lambda a: aule.mla_decode(*map(a, LATENT[:3]), scale=None, value_dim=16),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[mla_decode] expected kv_scale only with a cache of int8 or float8_e4m3fn, got one with float32; leave it out",
+        lambda a: aule.mla_decode(*map(a, LATENT), scale=None, value_dim=16, kv_scale=a(ones(4, 16))),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[mla_decode] expected indices below 64, the keys of the pool, got 99; an index is page number times page "
+        "size, plus the place in the page",
+        lambda a: aule.mla_decode(
+            *map(a, LATENT[:2]), scale=None, value_dim=16, indices=a(np.full((2, 4), 99, np.int32))
+        ),
+    ),
+    (
+        aule.UnknownOptionError,
+        "[mla_decode] expected one of its options, got `kv_lora_rank`; did you mean `value_dim`?",
+        lambda a: aule.mla_decode(*map(a, LATENT), scale=None, kv_lora_rank=16),  # type: ignore[call-arg]
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[KVCache] expected one key head and value_dim of at most head_dim with latent=True, got 2 heads and 576 of "
+        "576; the values are the first columns of the keys",
+        lambda a: aule.KVCache(4, 2, 576, latent=True),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[KVCache.append] expected no v for a latent cache, got one; its values are the first columns of k",
+        lambda a: aule.KVCache(4, 1, 24, value_dim=16, latent=True).append(0, ones(5, 1, 24), ones(5, 1, 16)),
+    ),
+    (
+        aule.InvalidShapeError,
+        "[KVCache.append] expected k of [tokens, heads_kv, dim] or [sequences, heads_kv, tokens, dim], got [5, 24]; "
+        "add the missing axes of length 1",
+        lambda a: aule.KVCache(4, 1, 24, value_dim=16, latent=True).append(0, ones(5, 24)),
+    ),
+    (
+        aule.InvalidArgumentError,
+        "[KVCache.append] expected a layer from 0 to 1, got 2; layers= of the cache is their number",
+        lambda a: aule.KVCache(4, 1, 16, layers=2).append(0, ones(5, 1, 16), ones(5, 1, 16), layer=2),
     ),
     # values
     (
@@ -311,6 +492,18 @@ def test_of_numpy_alone() -> None:
         "[flash_attention] expected k to be a NumPy array like q, got list; convert it with numpy.asarray"
     )
     with pytest.raises(aule.InvalidDtypeError) as caught:
+        aule.flash_attention(Q, Q, Q, mask=aule.create_block_mask(causal, None, None, 9, 9))
+    assert caught.value.message == (
+        "[flash_attention] expected mask to be a NumPy array like q, got BlockMask; call aule.flex_attention, which "
+        "takes masks as functions"
+    )
+    for key in (Q.tolist(), ones(1, 4, 9, 16).tolist()):
+        with pytest.raises(aule.InvalidDtypeError) as caught:
+            aule.flex_attention(Q, key, Q)
+        assert caught.value.message == (
+            "[flex_attention] expected key to be a NumPy array like query, got list; convert it with numpy.asarray"
+        )
+    with pytest.raises(aule.InvalidDtypeError) as caught:
         aule.layer_norm(X, (8,))  # type: ignore[arg-type]
     assert caught.value.message == (
         "[layer_norm] expected weight to be a NumPy array like x, got tuple; rows are normalised along the last axis, "
@@ -354,6 +547,90 @@ def test_of_pytorch_alone() -> None:
         with pytest.raises(aule.AuleError) as caught:
             call()
         assert caught.value.message == message
+
+
+@pytest.mark.skipif(torch is None or not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_of_several_processes() -> None:
+    """Of `aule.distributed`, in a group of one rank."""
+    spread, dist = aule.distributed, torch.distributed
+    q, token = torch.from_numpy(Q), torch.ones(1, 8, 64)
+    cache = torch.ones(1, 8, 9, 64)
+    with pytest.raises(aule.InvalidArgumentError) as caught:
+        spread.ring_attention(q, q, q)
+    assert caught.value.message == (
+        "[ring_attention] expected a process group, got none; call torch.distributed.init_process_group first"
+    )
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        (
+            "[ring_attention] expected q to be a torch tensor, got ndarray; convert it with torch.as_tensor",
+            lambda: spread.ring_attention(Q, Q, Q),
+        ),
+        (
+            "[ring_attention] expected one of its options, got `is_causal`; did you mean `causal`?",
+            lambda: spread.ring_attention(q, q, q, is_causal=True),
+        ),
+        (
+            "[ulysses_attention] expected one of its options, got `process_group`; did you mean `group`?",
+            lambda: spread.ulysses_attention(q, q, q, process_group=None),
+        ),
+        (
+            "[attention] expected one of its options, got `group`; did you mean `mesh`?",
+            lambda: spread.attention(q, q, q, group=None),
+        ),
+        (
+            "[ring_attention] expected balance 'zigzag', 'contiguous', 'striped', got 'ring'; choose one",
+            lambda: spread.ring_attention(q, q, q, balance="ring"),
+        ),
+        (
+            "[ring_attention] expected mask of this rank's rows and all keys, broadcastable to [2, 4, 9, 9], got "
+            "[9, 8]; shard it along its rows only",
+            lambda: spread.ring_attention(q, q, q, mask=torch.ones(9, 8, dtype=torch.bool)),
+        ),
+        (
+            "[ring_attention] expected cu_seqlens as an int32 tensor or integers, got float32; convert it",
+            lambda: spread.ring_attention(q[0], q[0], q[0], cu_seqlens=torch.tensor([0.0, 4.0])),
+        ),
+        (
+            "[ring_attention] expected [rows, heads, head_dim] with cu_seqlens, got [2, 4, 9, 16]; pack the sequences "
+            "along the first axis",
+            lambda: spread.ring_attention(q, q, q, cu_seqlens=[0, 9]),
+        ),
+        (
+            "[shard] expected x to be a torch tensor, got ndarray; convert it with torch.as_tensor",
+            lambda: spread.shard(Q),
+        ),
+        (
+            "[shard] expected dim as an axis of x [2, 4, 9, 16], got 7; pass the axis of rows",
+            lambda: spread.shard(q, dim=7),
+        ),
+        (
+            "[shard_positions] expected a length of at least 0, got -1; pass the number of rows of all ranks",
+            lambda: spread.shard_positions(-1),
+        ),
+        (
+            "[decode_attention] expected context_lens from 0 to 9, the size of this rank's cache, got [50]; enlarge "
+            "the cache or correct the lengths",
+            lambda: spread.decode_attention(token, cache, cache, context_lens=torch.tensor([50])),
+        ),
+        (
+            "[decode_attention] expected k of q's head_dim, and k and v of equal shapes but for their last axis, got q "
+            "[1, 8, 1, 64], k [1, 8, 9, 32] and v [1, 8, 9, 64]; correct the cache",
+            lambda: spread.decode_attention(token, cache[..., :32], cache),
+        ),
+        (
+            "[merge_states] expected lse of the shape of out without its last axis, got [1] for [1, 8, 64]; pass both "
+            "as return_lse=True gives them",
+            lambda: spread.merge_states(token, torch.ones(1)),
+        ),
+    ]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for message, call in cases:
+            with pytest.raises(aule.AuleError) as caught:
+                call()
+            assert caught.value.message == message
+    finally:
+        dist.destroy_process_group()
 
 
 # -- what is understood ------------------------------------------------------------------------------------------------

@@ -50,6 +50,20 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in text and message in text
 
 
+@pytest.mark.parametrize("command", ["info", "doctor"])
+def test_lines_fit_the_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([command])
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    main([command])
+    said = capsys.readouterr().out
+    longest = max(len(word) for word in whole.split())  # a path
+    assert max(map(len, said.splitlines())) <= max(80, longest + 20) < max(map(len, whole.splitlines()))
+
+
 def test_info_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
     info = json.loads(capsys.readouterr().out)
@@ -377,7 +391,7 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     )
     assert main(["cache", "--clear"]) == 0
     said = capsys.readouterr().out
-    assert "1 files  1.0 MiB  what `aule tune` measured" in said and "generated kernels" not in said
+    assert "1 file  1.0 MiB  what `aule tune` measured" in said and "generated kernels" not in said
     assert main(["cache", "--clear-tuned"]) == 0
     assert [x.name for x in (tmp_path / "cache").rglob("*") if x.is_file() and x.stat().st_size] == ["mine.txt"]
 

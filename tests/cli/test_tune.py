@@ -38,7 +38,7 @@ def test_what_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (record,) = json.loads(capsys.readouterr().out)["records"]
     assert {name: record[name] for name in RECORD} == RECORD
     assert main(["tune", "--reset"]) == 0
-    assert "1 records removed" in capsys.readouterr().out
+    assert "1 record removed" in capsys.readouterr().out
     assert store.read("tuned/abc.jsonl") is None
 
 
@@ -78,7 +78,7 @@ def test_tune_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ("arguments", "message"),
     [
         (["--seconds", "nan"], "expected --seconds of 0 or more, got nan"),
-        (["--head-dim", "600"], "expected --head-dim of at least 1 (head dimensions to 576), got 600"),
+        (["--head-dim", "600"], "expected --head-dim of 1 to 576, got 600"),
     ],
 )
 def test_mistakes_of_tune(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import aule
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
-PUBLIC = ("nn", "codegen", "kernels", *(f"integrations.{name}" for name in aule.integrations._FILES))
+PUBLIC = ("nn", "codegen", "kernels", "distributed", *(f"integrations.{name}" for name in aule.integrations._FILES))
 """Modules whose ``__all__`` is public, beside that of aule itself."""
 ELSEWHERE = {
     "aule.__version__", "aule.codegen", "aule.kernels",  # a line of text; modules, by their members
@@ -87,6 +87,8 @@ def test_every_public_name_has_its_place() -> None:
     entries = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
     names = {f"aule.{name}" for name in (*aule.__all__, "PatchReport", "patch_model")}
     names |= {name for module in PUBLIC for name in exported(module)}
+    modules = {"codegen", "distributed", "integrations", "ir", "kernels", "nn"}
+    assert {name for name in dir(aule) if not name.startswith("__")} - modules <= {name[5:] for name in names}
     assert len(entries) == len(set(entries)) and set(entries) == names - ELSEWHERE
     assert "`aule.__version__`" in text
 

@@ -103,6 +103,16 @@ def test_values_have_no_truth_and_are_found_by_identity(b: Builder) -> None:
     assert repr(x) == "Value(x: i32)"
 
 
+def test_what_python_cannot_do_with_values_names_the_operation_that_can(b: Builder) -> None:
+    x, buffer = b.scalar("x", i32), b.buffer("buffer", f32, "readwrite")
+    with pytest.raises(TypeError, match=r"use b\.loop\(\.\.\.\) instead of range \(at .*test_ir_builder\.py:"):
+        range(x)
+    with pytest.raises(TypeError, match=r"use b\.load\(buffer, index\) \(at .*test_ir_builder\.py:"):
+        buffer[x]
+    with pytest.raises(TypeError, match=r"use b\.store\(buffer, index, value\) \(at .*test_ir_builder\.py:"):
+        buffer[x] = 1.0
+
+
 def test_equality_is_an_operation(b: Builder) -> None:
     x = b.scalar("x", i32)
     same, other = x == 1, x != b.const(2, i32)

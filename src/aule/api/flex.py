@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+
+from aule.api.names import refuses_unknown, unknown_option
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends import front_end, mask_evaluator
 from aule.frontends.block_mask import BlockMask, MaskMod
 from aule.ops.scores.functions.trace import OP
-from aule.ops.shared.checks import checked_integer
+from aule.ops.shared.checks import checked_flag, checked_integer
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -28,6 +31,7 @@ class AuxOutput(NamedTuple):
     max_scores: Any = None
 
 
+@refuses_unknown
 def flex_attention(
     query: Any,
     key: Any,
@@ -41,6 +45,7 @@ def flex_attention(
     *,
     return_aux: Any = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention with your own function of the scores, and your own mask.
 
@@ -87,14 +92,22 @@ def flex_attention(
     >>> flex_attention(q, k, v, alibi, causal, backend="numpy").shape
     (1, 2, 64, 16)
     """
+    if unknown:
+        raise unknown_option(flex_attention, unknown)
+    return_lse, enable_gqa = checked_flag(OP, "return_lse", return_lse), checked_flag(OP, "enable_gqa", enable_gqa)
     if return_lse and return_aux is not None:
         raise InvalidArgumentError(f"[{OP}] expected return_lse or return_aux, got both; leave return_lse out")
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise InvalidArgumentError(
+            f"[{OP}] expected return_aux as an AuxRequest, got {type(return_aux).__name__}; pass "
+            "aule.AuxRequest(lse=True)"
+        )
     if getattr(return_aux, "max_scores", False):
         raise InvalidArgumentError(
             f"[{OP}] expected AuxRequest(lse=True), got max_scores=True, which aule does not compute; leave it out"
         )
-    _check_shapes(query, key, value, enable_gqa)
     end = front_end(query, OP)
+    _check_shapes(query, key, value, enable_gqa)
     out, lse = end.flex_attention(query, key, value, score_mod, block_mask, scale, backend)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None)
@@ -102,19 +115,20 @@ def flex_attention(
 
 
 def _check_shapes(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
-    shapes = [tuple(getattr(x, "shape", ())) for x in (query, key, value)]
+    shapes = [tuple(getattr(x, "shape", (0, 0, 0, 0))) for x in (query, key, value)]  # the front end refuses others
     if any(len(shape) != 4 for shape in shapes):
         raise InvalidShapeError(
             f"[{OP}] expected query, key and value of shape [batch, heads, seq, head_dim], got "
             f"{', '.join(str(list(shape)) for shape in shapes)}; add axes of length 1"
         )
-    if not enable_gqa and shapes[0][1] != shapes[1][1]:
+    if not enable_gqa and shapes[0][1] != shapes[1][1] and hasattr(key, "shape"):
         raise InvalidShapeError(
             f"[{OP}] expected as many heads of key and value as of query, got {shapes[0][1]} and {shapes[1][1]}; pass "
             "enable_gqa=True to share heads of key and value"
         )
 
 
+@refuses_unknown
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,
@@ -124,6 +138,7 @@ def create_block_mask(
     device: Any = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
     _compile: bool = False,
+    **unknown: NoReturn,
 ) -> BlockMask:
     """Make a mask for `flex_attention` from a function. Nothing is computed before the mask is used.
 
@@ -157,19 +172,35 @@ def create_block_mask(
       ░░░░
         ░░░░
     """
-    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    op = "create_block_mask"
+    if unknown:
+        raise unknown_option(create_block_mask, unknown)
+    _check_functions(op, (mask_mod,))
     numbers = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
-    shape = tuple(checked_integer("create_block_mask", name, n, "pass an int") for name, n in numbers.items())
-    if min(shape) < 0 or len(sizes) != 2 or min(sizes) < 1:
+    shape = tuple(checked_integer(op, name, n, "pass an int") for name, n in numbers.items())
+    if min(shape) < 0:
         raise InvalidArgumentError(
-            f"[create_block_mask] expected lengths of at least 0 and blocks of at least 1, got {list(shape)} and "
-            f"{list(sizes)}; pass the lengths of query and key"
+            f"[{op}] expected lengths of at least 0, got {list(shape)}; pass the lengths of query and key"
         )
-    return BlockMask(mask_mod, shape, sizes, mask_evaluator)  # type: ignore[arg-type]
+    sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(sizes) != 2 or not all(isinstance(size, (int, np.integer)) and size >= 1 for size in sizes):
+        raise InvalidArgumentError(
+            f"[{op}] expected BLOCK_SIZE as an int of at least 1 or two of them, got {BLOCK_SIZE!r}; leave it out for "
+            "128"
+        )
+    return BlockMask(mask_mod, shape, tuple(sizes), mask_evaluator)  # type: ignore[arg-type]
+
+
+def _check_functions(op: str, functions: Sequence[Any]) -> None:
+    for function in functions:
+        if not callable(function):
+            remedy = "pass its mask_mod" if hasattr(function, "mask_mod") else "pass mask_mod(b, h, q_idx, kv_idx)"
+            raise InvalidArgumentError(f"[{op}] expected functions of masks, got {type(function).__name__}; {remedy}")
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """The mask function that keeps what all of some mask functions keep."""
+    _check_functions("and_masks", mask_mods)
 
     def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         kept = noop_mask(b, h, q_idx, kv_idx)
@@ -182,6 +213,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """The mask function that keeps what any of some mask functions keeps."""
+    _check_functions("or_masks", mask_mods)
 
     def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         kept = q_idx < 0

@@ -6,7 +6,9 @@ import importlib.util
 import os
 import platform
 import runpy
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +102,7 @@ def get_backend_info() -> dict[str, Any]:
 
 def print_backend_info() -> None:
     """Print the devices of this machine, where arrays go by default, and what is missing for the other backends."""
-    print("\n".join(_report(get_backend_info())))
+    print("\n".join(folded(line, 11) for line in _report(get_backend_info())))
 
 
 def _report(info: dict[str, Any]) -> list[str]:
@@ -193,6 +195,14 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines of a table with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def folded(line: str, indent: int) -> str:
+    """A line broken at the width of the terminal, what follows indented; as it is if the output is no terminal."""
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _default_device() -> tuple[str | None, str | None]:

@@ -445,7 +445,10 @@ class KVCache:
     def _layer(self, op: str, layer: int) -> int:
         number = layer if type(layer) is int else checked_integer(f"KVCache.{op}", "layer", layer, "count from 0")
         if not 0 <= number < self.layers:
-            raise InvalidArgumentError(f"[KVCache.{op}] expected a layer from 0 to {self.layers - 1}, got {layer!r}")
+            raise InvalidArgumentError(
+                f"[KVCache.{op}] expected a layer from 0 to {self.layers - 1}, got {layer!r}; layers= of the cache is "
+                "their number"
+            )
         return number
 
     def _check_queries(self, q: Any, seqs: tuple[int, ...], options: dict[str, Any]) -> None:
@@ -475,9 +478,10 @@ class KVCache:
         for name, array in (("k", k), ("v", v)):
             self._require_own_kind("append", name, array)
             if array.ndim not in (3, 4) or array.ndim != k.ndim:
+                names, shapes = ("k", [k]) if self.latent else ("k and v", [k, v])
                 raise InvalidShapeError(
-                    f"[KVCache.append] expected k and v of [tokens, heads_kv, dim] or [sequences, heads_kv, tokens, "
-                    f"dim], got {tuple(k.shape)} and {tuple(v.shape)}; reshape them"
+                    f"[KVCache.append] expected {names} of [tokens, heads_kv, dim] or [sequences, heads_kv, tokens, "
+                    f"dim], got {' and '.join(str(list(x.shape)) for x in shapes)}; add the missing axes of length 1"
                 )
         given = None if lengths is None else _integers("append", "lengths", lengths)
         if k.ndim == 4:
@@ -493,7 +497,7 @@ class KVCache:
         if not fits or len(counts) != len(seqs):
             raise InvalidShapeError(
                 f"[KVCache.append] expected new tokens of {len(seqs)} sequences with lengths {list(counts)}, got k of "
-                f"{tuple(k.shape)} as [sequences, tokens, heads_kv, dim]; give each sequence's number as lengths="
+                f"{list(k.shape)} as [sequences, tokens, heads_kv, dim]; give each sequence's number as lengths="
             )
         return k, v, counts
 

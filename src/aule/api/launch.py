@@ -9,8 +9,8 @@ from typing import Any
 
 from aule.artifact import SCALAR_FORMATS
 from aule.backends import registry
-from aule.dtypes import KERNEL_NAMES, dtype_name, usual_name
-from aule.errors import InvalidArgumentError
+from aule.dtypes import KERNEL_NAMES, dtype_name, either, usual_name
+from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.frontends import front_end
 from aule.ir import Builder, KernelIR
 from aule.ir import types as ir_types
@@ -163,6 +163,12 @@ def launch(kernel: KernelIR | Kernel, grid: int | Sequence[int], *args: Any, bac
         raise InvalidArgumentError(f"[launch] {kernel.name} expected an array to write to, got none; pass one")
     axes, wanted = checked_grid(grid), registry.requested_backend(backend)
     if isinstance(kernel, Kernel):
+        for (name, kind), arg in zip(kernel.parameters.items(), args, strict=True):
+            if kind in _ACCESS and dtype_name(element_name(arg)) not in _TYPES:
+                raise InvalidDtypeError(
+                    f"[launch] {kernel.name} expected an array of numbers that kernels know for {name}, got "
+                    f"{element_name(arg)}; pass one of {either(_TYPES)}"
+                )
         kinds = zip(kernel.parameters.values(), args, strict=True)
         kernel = kernel.trace(*(element_name(arg) for kind, arg in kinds if kind in _ACCESS))
     front_end(arrays[0], "launch").launch(kernel, axes, args, wanted)

@@ -8,7 +8,8 @@ import numpy as np
 
 from aule.api.names import refuses_unknown, unknown_option
 from aule.api.types import A, Array, Integers, LatentKeywords
-from aule.errors import InvalidArgumentError, InvalidShapeError
+from aule.dtypes import shown
+from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import front_end
 from aule.ops.shared.checks import checked_flag, checked_integer
 from aule.options import DecodeOptions
@@ -111,12 +112,14 @@ def mla_decode(
             f"[{_OP}] expected value_dim from 1 to the {kv_cache.shape[-1]} columns of kv_cache, got {value_dim}; the "
             "values are its first columns"
         )
-    if (indices is None) == (block_tables is None or context_lens is None):
+    given = {"block_tables": block_tables, "context_lens": context_lens, "indices": indices}
+    names = [name for name, x in given.items() if x is not None]
+    if names not in (["block_tables", "context_lens"], ["indices"]):
         raise InvalidArgumentError(
-            f"[{_OP}] expected block_tables and context_lens, or indices, got "
-            f"{'none of them' if indices is None else 'indices without or besides tables'}; pass the pages of each "
-            "sequence, or the keys of each token"
+            f"[{_OP}] expected block_tables and context_lens, or indices, got {' and '.join(names) or 'none of them'}; "
+            "pass the pages and length of each sequence, or the keys of each token"
         )
+    _check_cache(q, kv_cache, kv_scale)
     options = DecodeOptions(
         context_lens, block_tables, causal=causal, scale=scale, return_lse=return_lse, out=out, backend=backend,
         latent=True,
@@ -130,17 +133,13 @@ def _decode(q: Any, kv_cache: Any, kv_scale: Any, value_dim: int, options: Decod
     """Attention over a pool with one key head."""
     k = kv_cache[:, :, None]
     if kv_scale is not None:
-        scales = kv_scale[:, :, None] if len(getattr(kv_scale, "shape", ())) == 2 else kv_scale  # others are refused
+        scales = kv_scale[:, :, None]
         options = options._replace(k_scale=scales, v_scale=scales)
     return front_end(q, _OP).decode(q, k, k[..., :value_dim], options)
 
 
 def _sparse(q: Any, kv_cache: Any, kv_scale: Any, value_dim: int, indices: Any, options: DecodeOptions) -> Any:
     """Attention of every token to its own keys: a pool of pages of one key, and each token as a sequence."""
-    if options.block_tables is not None or options.context_lens is not None:
-        raise InvalidArgumentError(
-            f"[{_OP}] expected indices without block_tables and context_lens, got both; indices name the keys"
-        )
     _check_rank("q", q, (3, 4), "[batch, heads, dim] or [batch, heads, tokens, dim]")
     pages, page, dim = kv_cache.shape
     if pages > 1 and _stride(kv_cache, 0) != page * _stride(kv_cache, 1):
@@ -153,7 +152,7 @@ def _sparse(q: Any, kv_cache: Any, kv_scale: Any, value_dim: int, indices: Any, 
     if tuple(getattr(indices, "shape", ()))[:-1] != lead:
         wanted, got = ", ".join(map(str, lead)), list(getattr(indices, "shape", ()))
         raise InvalidShapeError(f"[{_OP}] expected indices of [{wanted}, topk], got {got}; give every token its keys")
-    table, lens = _keys_first(indices.reshape(-1, indices.shape[-1]))
+    table, lens = _keys_first(indices.reshape(-1, indices.shape[-1]), pages * page)
     pool = kv_cache.reshape(pages * page, 1, dim)
     scales = None if kv_scale is None else kv_scale.reshape(pages * page, 1)
     rows = q.swapaxes(1, 2).reshape(-1, q.shape[1], dim) if q.ndim == 4 else q
@@ -168,24 +167,66 @@ def _sparse(q: Any, kv_cache: Any, kv_scale: Any, value_dim: int, indices: Any, 
     return results if options.return_lse else results[0]
 
 
-def _keys_first(indices: Any) -> tuple[Any, Any]:
-    """Rows of indices with the negative ones last, as int32, and how many are not negative."""
+def _keys_first(indices: Any, keys: int) -> tuple[Any, Any]:
+    """Rows of indices with the negative ones last, as int32, and how many are not negative.
+
+    In host memory they are compared with the number of ``keys`` in the pool.
+    """
     if hasattr(indices, "is_floating_point"):  # a torch tensor, which stays on its device
         if indices.is_floating_point():
             raise _no_integers(indices)
         ordered = indices.long().sort(-1, descending=True).values
+        if ordered.is_cpu and ordered.numel():
+            _check_largest(int(ordered[:, 0].max()), keys)
+        # On a device larger ones must not wrap round to places of the pool.
         return ordered.clamp(max=_LARGEST).int(), (ordered >= 0).sum(-1).int()
     numbers = np.asarray(indices)
     if numbers.dtype.kind not in "iu":
         raise _no_integers(numbers)
     numbers = np.sort(numbers, axis=-1)[:, ::-1]
-    if numbers.dtype.itemsize > 2:  # larger ones must not wrap round to places of the pool
-        numbers = np.minimum(numbers, _LARGEST)
+    if numbers.size:
+        _check_largest(int(numbers[:, 0].max()), keys)
     return numbers.astype(np.int32), (numbers >= 0).sum(-1, dtype=np.int32)
+
+
+def _check_largest(index: int, keys: int) -> None:
+    if index >= keys:
+        raise InvalidArgumentError(
+            f"[{_OP}] expected indices below {keys}, the keys of the pool, got {index}; an index is page number times "
+            "page size, plus the place in the page"
+        )
 
 
 def _no_integers(indices: Any) -> InvalidArgumentError:
     return InvalidArgumentError(f"[{_OP}] expected indices of integers, got {indices.dtype}; convert them to int32")
+
+
+def _check_cache(q: Any, kv_cache: Any, kv_scale: Any) -> None:
+    """Check what the pool of latents and its scales have in common with q, by the names that the caller knows."""
+    if not getattr(q, "shape", ()):
+        return  # the front end refuses it
+    if q.shape[-1] != kv_cache.shape[-1]:
+        raise InvalidShapeError(
+            f"[{_OP}] expected q and kv_cache of equal dim, got q {list(q.shape)} and kv_cache {list(kv_cache.shape)}; "
+            "both have the latent columns and the rotated ones"
+        )
+    if kv_scale is None:
+        if shown(q.dtype) != shown(kv_cache.dtype):
+            raise InvalidDtypeError(
+                f"[{_OP}] expected kv_cache of q's dtype, or int8 or float8_e4m3fn with kv_scale, got "
+                f"{shown(kv_cache.dtype)} without kv_scale for q of {shown(q.dtype)}; convert it, or pass its scales"
+            )
+        return
+    if shown(q.dtype) == shown(kv_cache.dtype):
+        raise InvalidArgumentError(
+            f"[{_OP}] expected kv_scale only with a cache of int8 or float8_e4m3fn, got one with "
+            f"{shown(kv_cache.dtype)}; leave it out"
+        )
+    if tuple(getattr(kv_scale, "shape", ())) != tuple(kv_cache.shape[:2]):
+        raise InvalidShapeError(
+            f"[{_OP}] expected kv_scale of [pages, page] = {list(kv_cache.shape[:2])}, got "
+            f"{list(getattr(kv_scale, 'shape', ()))}; give each token one factor"
+        )
 
 
 def _stride(array: Any, axis: int) -> int:

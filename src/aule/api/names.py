@@ -30,6 +30,9 @@ _OURS = {
     "gamma": "weight", "beta": "bias", "rotary_interleaved": "interleaved", "interleave": "interleaved",
     "smoothing": "label_smoothing", "ignore_idx": "ignore_index", "approx": "approximate", "in_place": "inplace",
     "theta": "base", "rope_theta": "base",
+    "kv_lora_rank": "value_dim", "head_dim_v": "value_dim", "v_head_dim": "value_dim", "topk_indices": "indices",
+    "process_group": "group", "cp_group": "group", "group": "mesh", "mesh": "group", "device_mesh": "mesh",
+    "seq_q": "Q_LEN", "seq_len": "Q_LEN", "seq_kv": "KV_LEN", "batch": "B", "heads": "H",
 }  # fmt: skip
 """What our functions call an option that another library calls by the key."""
 
@@ -52,6 +55,17 @@ _ADVICE = {
     "mask_mod": "call aule.flex_attention with block_mask=aule.create_block_mask(mask_mod, ...)",
 }  # fmt: skip
 """What to do about options that have no counterpart."""
+
+_MASKS = ("causal", "is_causal", "mask", "attn_mask", "mask_mod", "window", "key_padding_mask")
+_SCORES = ("bias", "attn_bias", "alibi_slopes", "softcap", "logits_soft_cap")
+_FLEX = {
+    **dict.fromkeys(
+        _MASKS,
+        "pass block_mask=aule.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN); causal is lambda b, h, q, k: q >= k",
+    ),
+    **dict.fromkeys(_SCORES, "compute it in score_mod(score, b, h, q_idx, kv_idx)"),
+}
+"""The same for functions that take masks and biases as functions."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,9 +101,10 @@ def unknown_option(
         function = [name for name in inspect.signature(function).parameters if name != "self"]
     known = list(function)
     guess = _OURS.get(given)
-    if guess not in known:
-        guess = next(iter(difflib.get_close_matches(given, known, 1)), None)
-    remedy = _ADVICE.get(given) if _OURS.get(given) not in known else None
+    remedy = _FLEX.get(given) if "block_mask" in known else None if guess in known else _ADVICE.get(given)
     if remedy is None:
+        if guess not in known:
+            lower = {name.lower(): name for name in known}
+            guess = next((lower[name] for name in difflib.get_close_matches(given.lower(), lower, 1)), None)
         remedy = f"did you mean `{guess}`?" if guess else f"it has {', '.join(known)}"
     return UnknownOptionError(f"[{op}] expected one of its options, got `{given}`; {remedy}")

@@ -125,6 +125,8 @@ def _drivers(facts: Facts) -> Iterator[Finding]:
 def _driver(facts: Facts, backend: str, remedy: str) -> Finding:
     """Hardware is ok; software alone is a problem only where a GPU has no working driver at all."""
     devices, installed = facts.devices.get(backend), facts.drivers.get(backend)
+    if _is_setting(facts.errors.get(backend, "")):
+        return Finding("drivers", backend, PROBLEM, facts.errors[backend])
     known = f"; drivers installed: {', '.join(installed)}" if installed else ""
     idle_gpu = bool(facts.gpus) and not facts.hardware.keys() - {"cpu"}
     if devices is None:
@@ -235,10 +237,15 @@ def _fits(archs: list[str], capability: tuple[int, int]) -> bool:
 def _rest(facts: Facts) -> Iterator[Finding]:
     if facts.cache_error:
         remedy = "set AULE_CACHE_DIR to a folder of your own; without a cache every process compiles again"
-        if facts.cache_error.startswith("["):  # a wrong setting, whose message has its own
+        if _is_setting(facts.cache_error):
             remedy = ""
         yield Finding("settings", "cache", PROBLEM, facts.cache_error, remedy)
     else:
         yield Finding("settings", "cache", OK, "the folder can be written")
-    if facts.default_error:
+    if facts.default_error and not _is_setting(facts.default_error):
         yield Finding("settings", "AULE_BACKEND", PROBLEM, facts.default_error, "unset or change AULE_BACKEND")
+
+
+def _is_setting(error: str) -> bool:
+    """Whether a wrong environment variable is to blame, which the message names, with its own remedy."""
+    return error.startswith("[settings]")

@@ -1,4 +1,4 @@
-"""Times and speeds as text, with digits that say something on slow devices and fast ones."""
+"""Times, speeds and counts as text, with digits that say something on slow devices and fast ones."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def speed(rate: float, unit: str) -> str:
 def digits(value: float) -> str:
     """A number with three digits, or all of those before the point."""
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, as ``1 file`` or ``2 files``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -150,7 +150,7 @@ def _rows(results: list[Result]) -> list[str]:
 
 def _as_csv(document: dict[str, Any]) -> str:
     out = io.StringIO()
-    about = {name: value for name, value in document.items() if name != "results"}
+    about = {"device_name" if k == "name" else k: value for k, value in document.items() if k != "results"}
     rows = [about | row for row in document["results"]]
     writer = csv.DictWriter(out, rows[0], lineterminator="\n")
     writer.writeheader()

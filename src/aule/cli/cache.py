@@ -8,6 +8,7 @@ import os
 
 from aule import settings
 from aule.api.info import table
+from aule.cli._figures import counted
 from aule.errors import InvalidArgumentError
 from aule.store import sweep
 from aule.store.folder import Untrusted
@@ -48,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer | {"folders": folders}, indent=2))
         return 0
     print(root + ("" if settings.disk_cache() else " (switched off by AULE_DISK_CACHE)"))
-    rows = [(name, f"{count} files", _mib(size), _KINDS.get(name, "")) for name, (count, size) in sorted(found.items())]
+    rows = [
+        (name, counted(count, "file"), _mib(size), _KINDS.get(name, ""))
+        for name, (count, size) in sorted(found.items())
+    ]
     print("\n".join([*(f"  {line}" for line in table(rows))] if rows else ["  empty"]))
     print(f"{_mib(total)} of at most {limit >> 20} MiB (AULE_CACHE_SIZE)")
     return 0

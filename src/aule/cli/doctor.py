@@ -14,8 +14,10 @@ import numpy as np
 from aule import settings
 from aule._version import __version__
 from aule.api.attention import flash_attention
+from aule.api.info import folded
 from aule.cli._diagnosis import MISSING, OK, PACKAGES, PROBLEM, Finding, diagnose
 from aule.cli._facts import Facts, gather
+from aule.cli._figures import counted
 from aule.errors import AuleError
 
 
@@ -41,11 +43,12 @@ def run(args: argparse.Namespace) -> int:
 def _attention(facts: Facts) -> Finding:
     """Compute a little on the device that calls use, and compare it with NumPy."""
     if facts.default is None:
+        if facts.default_error:
+            return Finding("result", "attention", PROBLEM, "no device, for the reason above")
         forced = settings.backend()
         text = f"AULE_BACKEND={forced} is used" if forced else "there is no GPU and no CPU engine"
         remedy = "unset AULE_BACKEND" if forced else 'pip install "aule-attention[cpu]"'
-        text = "no device, for the reason above" if facts.default_error else f"{text}: NumPy is slow, without gradients"
-        return Finding("result", "attention", PROBLEM, text, remedy)
+        return Finding("result", "attention", PROBLEM, f"{text}: NumPy is slow, without gradients", remedy)
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 64, 64), np.float32)
     try:
         found = flash_attention(q, k, v, backend=facts.default)
@@ -60,19 +63,16 @@ def _attention(facts: Facts) -> Finding:
 
 
 def _report(findings: list[Finding]) -> Iterator[str]:
-    yield f"aule {__version__}, Python {platform.python_version()} ({sys.executable}), {platform.platform()}"
+    version = f"Python {platform.python_version()} ({sys.executable})"
+    yield folded(f"aule {__version__}, {version}, {platform.platform()}", 5)
     area = ""
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         if finding.area != area:
             area = finding.area
             yield f"\n{area[0].upper()}{area[1:]}"
-        yield f"  {finding.status:8} {finding.name:{width}}  {finding.text}".rstrip()
+        yield folded(f"  {finding.status:8} {finding.name:{width}}  {finding.text}".rstrip(), width + 13)
         if finding.remedy:
-            yield f"  {'':8} {'':{width}}  -> {finding.remedy}"
+            yield folded(f"  {'':8} {'':{width}}  -> {finding.remedy}", width + 16)
     counts = {status: sum(finding.status == status for finding in findings) for status in (PROBLEM, MISSING)}
-    yield f"\n{_count(counts[PROBLEM], 'problem')}; {_count(counts[MISSING], 'optional part')} missing"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    yield f"\n{counted(counts[PROBLEM], 'problem')}; {counted(counts[MISSING], 'optional part')} missing"

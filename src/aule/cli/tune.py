@@ -10,7 +10,7 @@ from typing import Any
 
 from aule.api.info import table
 from aule.backends import registry
-from aule.cli._figures import speed
+from aule.cli._figures import counted, speed
 from aule.engine.tune import Measured, Outcome, tune
 from aule.engine.tune_cases import OPS, Settings
 from aule.errors import InvalidArgumentError
@@ -69,7 +69,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, value in (*sizes, *(("--columns", n) for n in args.columns)):
         if value < 1 or (name == "--head-dim" and value > MAX_HEAD_DIM):
             raise InvalidArgumentError(
-                f"[tune] expected {name} of at least 1 (head dimensions to {MAX_HEAD_DIM}), got {value}; change it"
+                f"[tune] expected {name} of {f'1 to {MAX_HEAD_DIM}' if name == '--head-dim' else 'at least 1'}, got "
+                f"{value}; change it"
             )
     if not (math.isfinite(args.seconds) and args.seconds >= 0):
         raise InvalidArgumentError(f"[tune] expected --seconds of 0 or more, got {args.seconds}; change it")
@@ -114,7 +115,7 @@ def _known(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"removed" if args.reset else "records": [json.loads(r.line()) for r in records]}, indent=2))
     elif args.reset:
-        print(f"{len(records)} records removed; the tables that came with aule apply again")
+        print(f"{counted(len(records), 'record')} removed; the tables that came with aule apply again")
     else:
         print("\n".join(_listed(records)))
     return 0

@@ -180,6 +180,16 @@ class _Decode:
                 f"[{self.ring.op}] expected context_lens [{len(q)}] and a cache of as many sequences, got "
                 f"{list(self.lens.shape)} and {len(k)}; give one length for each sequence of q"
             )
+        if len(q) and not 0 <= int(self.lens.min()) <= int(self.lens.max()) <= k.shape[2]:
+            raise InvalidShapeError(
+                f"[{op}] expected context_lens from 0 to {k.shape[2]}, the size of this rank's cache, got "
+                f"{self.lens.tolist()[:8]}; enlarge the cache or correct the lengths"
+            )
+        if q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3]:
+            raise InvalidShapeError(
+                f"[{op}] expected k of q's head_dim, and k and v of equal shapes but for their last axis, got q "
+                f"{list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; correct the cache"
+            )
         none = context_lens[:0].to(torch.int32)
         slopes = self._slopes(slice(0))
         decode_here(q[:0], k[:0], v[:0], context_lens=none, alibi_slopes=slopes, **self.options)

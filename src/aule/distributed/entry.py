@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from aule.distributed.ring import RingAttention, attend
 from aule.distributed.schedule import schedule
 from aule.distributed.sharding import held_rows
 from aule.distributed.ulysses import Heads
-from aule.errors import InvalidArgumentError, InvalidShapeError
+from aule.dtypes import shown
+from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch.attention import Forward
 from aule.frontends.torch.checks import checked_out, keyed, no_gradient, require_plain
 from aule.frontends.torch.modes import autocast, grad_enabled
@@ -375,7 +377,8 @@ def _read(op: str, given: dict[str, Any]) -> AttentionOptions:
     known = {name for name in AttentionOptions._fields if not name.startswith("rope_")} | {"rope", "rope_interleaved"}
     unknown = {name: x for name, x in given.items() if name not in known}
     if unknown:
-        raise unknown_option(sorted(known), unknown, op)
+        group = "mesh" if op == "attention" else "group"
+        raise unknown_option(["q", "k", "v", group, "balance", "cu_seqlens", *sorted(known)], unknown, op)
     cos, sin = rope_tables(op, given.get("rope"))
     plain = {name: x for name, x in given.items() if name != "rope"}
     options = keyed(op, AttentionOptions(**plain)._replace(rope_cos=cos, rope_sin=sin))
@@ -390,7 +393,13 @@ def _offsets(op: str, offsets: Any) -> tuple[int, ...]:
     """``cu_seqlens`` as numbers; those on a device are waited for."""
     if offsets is None:
         return ()
-    found = tuple(int(x) for x in (offsets.tolist() if isinstance(offsets, Tensor) else offsets))
+    try:
+        found = tuple(map(operator.index, offsets.tolist() if isinstance(offsets, Tensor) else offsets))
+    except TypeError:
+        raise InvalidDtypeError(
+            f"[{op}] expected cu_seqlens as an int32 tensor or integers, got "
+            f"{shown(offsets.dtype) if isinstance(offsets, Tensor) else type(offsets).__name__}; convert it"
+        ) from None
     if len(found) < 2 or found[0] != 0 or any(y < x for x, y in pairwise(found)):
         raise InvalidArgumentError(
             f"[{op}] expected cu_seqlens that begin at 0 and do not fall, got {list(found[:8])}; pass the offsets of "

@@ -13,6 +13,7 @@ from aule.distributed.group import Ring, agree, device_of, guarded, mesh_rings
 from aule.distributed.positions import Numbers, check_balance, check_length, order, rows
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.checks import require_plain
+from aule.ops.shared.checks import checked_integer
 
 __all__ = ["shard", "shard_positions", "unshard"]
 
@@ -59,7 +60,7 @@ def shard(x: Tensor, *, group: Any = None, dim: int = -2, balance: str = "zigzag
 
 
 def _check_dim(op: str, x: Tensor, dim: int) -> None:
-    if not -x.ndim <= dim < x.ndim:
+    if not -x.ndim <= checked_integer(op, "dim", dim, "pass the axis of rows") < x.ndim:
         raise InvalidArgumentError(
             f"[{op}] expected dim as an axis of x {list(x.shape)}, got {dim}; pass the axis of rows"
         )
@@ -82,7 +83,12 @@ def shard_positions(length: int, *, group: Any = None, balance: str = "zigzag", 
     Tensor
         int64 ``[rows]``.
     """
-    return shard(torch.arange(length, device=device), group=group, dim=0, balance=balance)
+    rows = checked_integer("shard_positions", "length", length, "pass the number of rows of all ranks")
+    if rows < 0:
+        raise InvalidArgumentError(
+            f"[shard_positions] expected a length of at least 0, got {rows}; pass the number of rows of all ranks"
+        )
+    return shard(torch.arange(rows, device=device), group=group, dim=0, balance=balance)
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]

@@ -65,10 +65,10 @@ def check_arguments(kernel: KernelIR, args: Sequence[Buffer | object]) -> None:
     for param, arg in zip(kernel.params, args, strict=True):
         if isinstance(arg, Buffer) != (param.kind == "buffer"):
             wanted = f"an array of {ELEMENTS[param.dtype][0]}" if param.kind == "buffer" else "a number"
-            got = f"an array of {arg.elements}" if isinstance(arg, Buffer) else f"a {type(arg).__name__}"
+            got = f"an array of {arg.elements}" if isinstance(arg, Buffer) else type(arg).__name__
             raise InvalidArgumentError(
                 f"[launch] {kernel.name} expected {wanted} for {param.name}, got {got}; pass one for each parameter, "
-                "in order"
+                "in order, and all arrays of one kind"
             )
         if not isinstance(arg, Buffer):
             _check_number(kernel.name, param, arg)
@@ -86,6 +86,8 @@ def check_arguments(kernel: KernelIR, args: Sequence[Buffer | object]) -> None:
 
 def _check_number(name: str, param: Param, arg: object) -> None:
     try:
+        if isinstance(arg, str):  # which Python's float takes
+            raise TypeError
         _ = float(arg) if param.dtype in FLOATS else operator.index(arg)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         wanted = "a number" if param.dtype in FLOATS else f"a whole number, {ELEMENTS[param.dtype][0]},"

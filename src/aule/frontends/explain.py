@@ -19,7 +19,16 @@ class Explained:
     """The first array of a call that is to be explained."""
 
     def __init__(self, array: Any) -> None:
-        self.array, self.shape = array, getattr(array, "shape", ())
+        self.array, self.shape, self.dtype = array, getattr(array, "shape", ()), getattr(array, "dtype", None)
+        self.ndim = len(self.shape)
+
+    def swapaxes(self, *axes: int) -> Explained:
+        """As of the array."""
+        return Explained(self.array.swapaxes(*axes))
+
+    def reshape(self, *shape: int) -> Explained:
+        """As of the array."""
+        return Explained(self.array.reshape(*shape))
 
 
 class Found(Exception):

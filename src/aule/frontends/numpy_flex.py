@@ -26,6 +26,7 @@ from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
 from aule.ops.scores.functions.evaluate import Evaluator
 from aule.ops.scores.functions.indices import check_indices
 from aule.ops.scores.functions.program import BoundFunction
+from aule.view import restride
 
 Array = npt.NDArray[Any]
 _DTYPES = {name: np.dtype(kind) for name, kind in (
@@ -159,11 +160,12 @@ def flex_call(
     q: Array, k: Array, v: Array, score_mod: Callable[..., Any] | None, block_mask: Any, scale: float | None
 ) -> tuple[AttentionProblem, Operands]:
     """Check a call of attention with functions of the user, and trace them."""
-    # Keys of one batch serve all, as in PyTorch.
-    k, v = (np.broadcast_to(x, (q.shape[0], *x.shape[1:])) if x.shape[0] == 1 else x for x in (k, v))
-    views: dict[str, Any] = {
-        name: front_end.view(x, name, tracing.OP, "query") for name, x in (("q", q), ("k", k), ("v", v))
-    }
+    views: dict[str, Any] = {"q": front_end.view(q, "query", tracing.OP, "query")}
+    for name, x in (("key", k), ("value", v)):
+        view = front_end.view(x, name, tracing.OP, "query")
+        if view.shape[0] == 1:  # keys of one batch serve all, as in PyTorch
+            view = restride(view, (q.shape[0], *view.shape[1:]), (0, *view.strides[1:]))
+        views[name[0]] = view
     problem, operands = attention_problem(**views, scale=scale, return_lse=True, op=tracing.OP)
     work = "f64" if problem.dtype == "f64" else "f32"
     found: dict[str, tuple[BoundFunction, list[Array]]] = {}
@@ -173,7 +175,7 @@ def flex_call(
         if not isinstance(block_mask, BlockMask):
             raise InvalidArgumentError(
                 f"[{tracing.OP}] expected block_mask of aule.create_block_mask, got {type(block_mask).__name__}; "
-                "make one with aule.create_block_mask"
+                "make one with aule.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
             )
         block_mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         mask_mod = block_mask.mask_mod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from aule.artifact import Param, TensorMap
 from aule.ir.types import Pointer, Scalar, Type, element
@@ -93,11 +93,23 @@ class Value:
         return self.builder.unary("not", self)
 
     def __bool__(self) -> bool:
-        where = "" if self.builder is None else f" (at {self.builder.location()})"
-        raise TypeError(
-            "Python cannot branch on a value that the kernel computes; use b.if_(...) or b.select(...), and & and | "
-            f"instead of `and` and `or`{where}"
+        self._fail(
+            "branch on a value that the kernel computes; use b.if_(...) or b.select(...), and & and | instead of `and` "
+            "and `or`"
         )
+
+    def __index__(self) -> int:
+        self._fail("count with a value that the kernel computes; use b.loop(...) instead of range")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._fail("index what only the kernel has; use b.load(buffer, index)")
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        self._fail("assign to what only the kernel has; use b.store(buffer, index, value)")
+
+    def _fail(self, what: str) -> NoReturn:
+        where = "" if self.builder is None else f" (at {self.builder.location()})"
+        raise TypeError(f"Python cannot {what}{where}")
 
     def __repr__(self) -> str:
         return f"Value({self.hint or '?'}: {self.type})"

@@ -199,17 +199,36 @@ def test_torch_tensors() -> None:
     again = aule.mla_decode(queries.numpy(), pool.numpy(), indices=indices.numpy(), scale=SCALE, backend="numpy")
     np.testing.assert_allclose(found.numpy(), again, atol=1e-5)
     assert (found[1, :, 0] == 0).all()
-    with pytest.raises(aule.AuleError, match="2147483647"):
+    with pytest.raises(aule.InvalidArgumentError, match="expected indices below 12"):
         aule.mla_decode(queries, pool, indices=indices + 2**32, scale=SCALE, backend="cpu")
     assert aule.explain(aule.mla_decode, *given, scale=SCALE, backend="cpu").op == "mla_decode"
+    for x in (queries, queries[:, :, 0]):  # with and without the axis of tokens
+        chosen = indices if x.ndim == 4 else indices[:, 0]
+        found = aule.explain(aule.mla_decode, x, pool, indices=chosen, scale=SCALE, backend="cpu")
+        assert found.op == "mla_decode" and found.launches
 
 
 WRONG = {
     "neither": (aule.InvalidArgumentError, "block_tables and context_lens, or indices", {"block_tables": None}),
-    "both": (aule.InvalidArgumentError, "indices", {"indices": np.zeros((2, 64), np.int32)}),
+    "both": (
+        aule.InvalidArgumentError,
+        "got block_tables and context_lens and indices",
+        {"indices": np.zeros((2, 64), np.int32)},
+    ),
     "pool": (aule.InvalidShapeError, r"kv_cache of \[pages, page, dim\]", {"kv_cache": np.zeros((2, 3), np.float16)}),
     "value_dim": (aule.InvalidShapeError, "value_dim from 1 to the 576", {"value_dim": 600}),
-    "q": (aule.InvalidShapeError, "q and k of equal head_dim", {"q": np.zeros((2, 4, 64), np.float16)}),
+    "q": (aule.InvalidShapeError, "q and kv_cache of equal dim, got q", {"q": np.zeros((2, 4, 64), np.float16)}),
+    "dtype": (
+        aule.InvalidDtypeError,
+        "kv_cache of q's dtype, or int8 or float8_e4m3fn with kv_scale, got float32 without",
+        {"kv_cache": np.zeros((4, 16, DIM), np.float32)},
+    ),
+    "scales": (aule.InvalidArgumentError, "kv_scale only with", {"kv_scale": np.ones((4, 16), np.float32)}),
+    "some scales": (
+        aule.InvalidShapeError,
+        r"kv_scale of \[pages, page\] = \[4, 16\], got \[4\]",
+        {"kv_cache": np.zeros((4, 16, DIM), np.int8), "kv_scale": np.ones(4, np.float32)},
+    ),
     "option": (TypeError, "mla_decode", {"window": 3}),
 }
 
@@ -228,7 +247,7 @@ def test_indices_are_refused() -> None:
     for indices, message in (
         (np.zeros((2, 3, 4), np.int32), r"indices of \[2, topk\]"),
         (np.zeros((2, 4), np.float32), "indices of integers"),
-        (np.full((2, 4), 2**32 + 1), "2147483647"),  # no place of the pool, though its low half is
+        (np.full((2, 4), 2**32 + 1), "got 4294967297"),  # no place of the pool, though its low half is
     ):
         with pytest.raises(aule.AuleError, match=message):
             aule.mla_decode(q, pool, indices=indices, scale=SCALE)

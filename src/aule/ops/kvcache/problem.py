@@ -74,9 +74,9 @@ def append_problem(op: str, views: Mapping[str, TensorView], *, interleaved: boo
         wanted = (batch, each, heads, rows.shape[3])
         if rows.shape != wanted or cache.shape[:2] != k_cache.shape[:2] or cache.shape[2:] != (heads, rows.shape[3]):
             raise InvalidShapeError(
-                f"[{op}] expected {name} with {cache.shape[2]} heads of {cache.shape[3]} elements and the tokens of k, "
-                f"got {rows.shape[2]} heads of {rows.shape[3]} and {rows.shape[0] * rows.shape[1]} tokens; make the "
-                "cache with heads_kv= and head_dim= of the model"
+                f"[{op}] expected {name} of {batch * each} tokens, heads_kv {cache.shape[2]} and dim {cache.shape[3]}, "
+                f"got {rows.shape[0] * rows.shape[1]} tokens, heads_kv {rows.shape[2]} and dim {rows.shape[3]}; make "
+                "the cache with heads_kv= and head_dim= of the model"
             )
     rotary = 0
     if "cos" in views:

@@ -35,9 +35,11 @@ def wrong_kind(op: str, name: str, expected: str, like: str, got: object) -> Inv
         remedy = "rows are normalised along the last axis, so there is no normalized_shape"
     elif got is None:
         remedy = "pass it"
+    elif name == "mask" and (callable(got) or hasattr(got, "mask_mod")):
+        remedy = "call aule.flex_attention, which takes masks as functions"
+    kind = expected if name == like else f"{expected} like {like}"
     return InvalidDtypeError(
-        f"[{op}] expected {name} to be {expected} like {like}, got {'None' if got is None else type(got).__name__}; "
-        f"{remedy}"
+        f"[{op}] expected {name} to be {kind}, got {'None' if got is None else type(got).__name__}; {remedy}"
     )
 
 

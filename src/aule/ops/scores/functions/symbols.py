@@ -19,6 +19,12 @@ from aule.errors import InvalidArgumentError
 from aule.ops.scores.functions.program import Graph, calling, is_float
 
 OP = "flex_attention"
+KNOWN = (
+    "arithmetic, comparisons, & | ^ ~ << >>, indexing of captured arrays, where, and functions of single numbers such "
+    "as abs, clamp, cos, exp, exp2, floor, log, maximum, minimum, pow, relu, remainder, rsqrt, sigmoid, sign, sin, "
+    "sqrt, tanh"
+)
+"""What functions may use, for messages."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +104,6 @@ class Tracer:
         """A symbol for a node."""
         return Symbol(self, node)
 
-    def known_names(self) -> str:
-        """Operations that functions may use, for messages."""
-        operators = ("add", "sub", "mul", "and", "or", "xor", "not", "neg", "lt", "le", "gt", "ge", "eq", "ne")
-        return "arithmetic, comparisons, & | ^ ~ << >>, indexing of captured arrays and " + ", ".join(
-            name for name in sorted(self.methods) if name not in operators
-        )
-
 
 class Symbol:
     """A value of the traced function, or a captured array of which some axes are indexed."""
@@ -122,14 +121,17 @@ class Symbol:
         return load(self.tracer, self.array, index, self.indices)
 
     def __bool__(self) -> bool:
-        fail("a branch on a value that only the kernel knows", "use torch.where, or & and | instead of `and` and `or`")
+        fail(
+            "a branch on a value that only the kernel knows",
+            "use torch.where, or & and | instead of `and` and `or`; a <= b < c is (a <= b) & (b < c)",
+        )
 
     def __iter__(self) -> NoReturn:
         fail("a loop over a single number", "a function is called for one score at a time")
 
     def __index__(self) -> int:
         fail(
-            "a value that only the kernel knows as an index of a list",
+            "a value that only the kernel knows where Python needs an int, such as the index of a list",
             "index a torch tensor, or a NumPy array that is a variable of the function or of its module",
         )
 
@@ -169,7 +171,7 @@ class Symbol:
             given = self.tracer.framework.attributes(self.tracer.graph.dtype(self.node))
             if name in given:
                 return given[name]
-        fail(f"the method or attribute {name}", f"functions may use {self.tracer.known_names()}")
+        fail(f"the method or attribute {name}", f"functions may use {KNOWN}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -196,7 +198,7 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if found is None and name.startswith("r"):
             found, args = methods.get(name[1:]), args[::-1]
     if found is None:
-        fail(f"the operation {name}", f"functions may use {symbol.tracer.known_names()}")
+        fail(f"the operation {name}", f"functions may use {KNOWN}")
     return found(symbol.tracer, *args, **kwargs)
 
 

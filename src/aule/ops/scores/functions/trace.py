@@ -10,6 +10,7 @@ from aule.errors import InvalidArgumentError
 from aule.ops.scores.functions.operations import METHODS
 from aule.ops.scores.functions.program import BoundFunction, calling
 from aule.ops.scores.functions.symbols import (
+    KNOWN,
     OP,
     Framework,
     Symbol,
@@ -46,7 +47,7 @@ def _traced(
     try:
         found = function(*(tracer.symbol(graph.input(x)) for x in inputs))
     except TypeError as error:  # an operation that symbols do not have, or other arguments of one that they have
-        fail(str(error), f"functions may use {tracer.known_names()}", line_of_error(error.__traceback__))
+        fail(str(error), f"functions may use {KNOWN}", line_of_error(error.__traceback__))
     _check_result(found, function, name)
     result = tracer.node(found)
     result = graph.cast(result, graph.work if "score" in inputs else "bool")
@@ -57,8 +58,10 @@ def check_arguments(function: Any, inputs: Sequence[str], name: str, op: str) ->
     """Refuse what is no function of as many arguments as there are ``inputs``."""
     expected = f"a function of {len(inputs)} arguments ({', '.join(inputs)})"
     if not callable(function):
-        got = type(function).__name__
-        raise InvalidArgumentError(f"[{op}] expected {name} as {expected}, got {got}; pass a function")
+        got, remedy = type(function).__name__, "pass a function"
+        if hasattr(function, "mask_mod"):
+            remedy = "pass it as block_mask="
+        raise InvalidArgumentError(f"[{op}] expected {name} as {expected}, got {got}; {remedy}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
