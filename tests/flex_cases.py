@@ -200,8 +200,8 @@ def several_loads() -> Case:
 
 def positions_by_dot_product() -> Case:
     """Rows of captured tensors, summed inside of the function; blocks that are listed for each row of blocks."""
-    of_query, of_key = learned(BATCH, HEADS, QUERIES, 8), learned(BATCH, 1, KEYS, 8)
-    weights, listed = learned(8, low=0.1), torch.tensor([[0, 3], [1, 0], [2, 4], [5, 1], [4, 4]])
+    of_query, of_key = learned(BATCH, HEADS, QUERIES, 4), learned(BATCH, 1, KEYS, 4)
+    weights, listed = learned(4, low=0.1), torch.tensor([[0, 3], [1, 0], [2, 4], [5, 1], [4, 4]])
 
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         near = ((of_query[b, h, q] - of_key[b, 0, k]) * weights).pow(2).sum(-1)

@@ -42,9 +42,11 @@ def _reduced(t: Tracer, x: Any, dim: Any, keepdim: bool, join: Callable[[int, in
 
 
 def _joined(a: Any, b: Any, join: Callable[[int, int], int]) -> Any:
-    found = np.empty(np.shape(a), object)
+    found: Any = np.empty(np.shape(a), object)
+    first: Any = np.asarray(a, object)
+    second: Any = np.asarray(b, object)
     for at in np.ndindex(found.shape):
-        found[at] = join(np.asarray(a, object)[at], np.asarray(b, object)[at])
+        found[at] = join(first[at], second[at])
     return found
 
 
@@ -87,7 +89,8 @@ def _dot(t: Tracer, x: Any, y: Any) -> Symbol:
     shapes = [tuple(z.shape) for z in (x, y)]
     if shapes[0] != shapes[1] or len(shapes[0]) != 1:
         fail(f"a dot product of arrays of shape {list(shapes[0])} and {list(shapes[1])}", "pass two of one length")
-    return _sum(t, (x if isinstance(x, Symbol) else symbol_of(t, unrolled(t, x))) * y)
+    found: Symbol = _sum(t, (x if isinstance(x, Symbol) else symbol_of(t, unrolled(t, x))) * y)
+    return found
 
 
 @_register("unsqueeze")
