@@ -67,6 +67,8 @@ def flex_attention(*args, **options):
 def compile(function=None, **options):
     if function is None:
         return lambda f: compile(f, **options)
+    if getattr(function, "__module__", "").startswith("torch.") and function is not flex_attention:
+        return real_compile(function, **options)  # PyTorch's own use of it: its reference needs Dynamo
     if GRAPHS:
         if options.get("backend", "inductor") in ("inductor", None):
             options["backend"] = "aot_eager"

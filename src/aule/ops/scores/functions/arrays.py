@@ -76,6 +76,20 @@ for _names, _op in ((("prod",), "mul"), (("amin",), "min"), (("amax",), "max"), 
     _register(*_names)(_reduction(_op))
 
 
+def _extreme(op: str) -> Callable[..., Symbol]:
+    def reduce(t: Tracer, x: Any, *others: Any, **names: Any) -> Symbol:
+        if others or "dim" in names:
+            fail(f"{op} of more than one array", f"use torch.a{op} for an axis, torch.{op}imum for two values")
+        found: Symbol = _reduction(op)(t, x, **names)
+        return found
+
+    return reduce
+
+
+for _op in ("min", "max"):
+    _register(_op)(_extreme(_op))
+
+
 @_register("mean")
 def _mean(t: Tracer, x: Any, dim: Any = None, keepdim: bool = False, **names: Any) -> Symbol:
     total = _sum(t, x, dim, keepdim, **names)
