@@ -17,13 +17,14 @@ WIDTH = 6
 
 
 class Case(NamedTuple):
-    """A function of scores, one of masks, the captured tensors with gradients, and the plain formula's function if a
-    traced one cannot be called with whole tensors."""
+    """A function of scores, one of masks, the captured tensors with gradients, and the plain formula's functions if
+    traced ones cannot be called with whole tensors."""
 
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None = None
     captured: tuple[Tensor, ...] = ()
     plain: Callable[..., Any] | None = None
+    plain_mask: Callable[..., Any] | None = None
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -197,7 +198,83 @@ def several_loads() -> Case:
     return Case(score_mod, None, (slopes, by_key, table, by_row, pairs))
 
 
+def positions_by_dot_product() -> Case:
+    """Rows of captured tensors, summed inside of the function; blocks that are listed for each row of blocks."""
+    of_query, of_key = learned(BATCH, HEADS, QUERIES, 4), learned(BATCH, 1, KEYS, 4)
+    weights, listed = learned(4, low=0.1), torch.tensor([[0, 3], [1, 0], [2, 4], [5, 1], [4, 4]])
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        near = ((of_query[b, h, q] - of_key[b, 0, k]) * weights).pow(2).sum(-1)
+        return s + 0.5 * torch.dot(of_query[b, h, q], of_key[b, h // HEADS, k]) - near / 4
+
+    def plain(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        near = ((of_query[b, h, q] - of_key[b, 0, k]) * weights).pow(2).sum(-1)
+        return s + 0.5 * (of_query[b, h, q] * of_key[b, h // HEADS, k]).sum(-1) - near / 4
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (listed[q // 8] == (k // 8).unsqueeze(-1)).any(dim=-1)
+
+    return Case(score_mod, mask_mod, (of_query, of_key, weights), plain)
+
+
+def block_diffusion_activation() -> Case:
+    """Noised tokens in blocks before clean ones; an activation in the place of exp."""
+    clean = QUERIES // 2
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        q_noised, k_noised = q < clean, k < clean
+        q_block, k_block = q % clean // 6, k % clean // 6
+        own = (q_block == k_block) & (q_noised == k_noised)
+        return own | ((q_block > k_block) & q_noised & ~k_noised) | ((q_block >= k_block) & ~q_noised & ~k_noised)
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.log(torch.nn.functional.gelu(s) + 1 + 0.1 * torch.erf(s - 0.1 * h))
+
+    return Case(score_mod, mask_mod)
+
+
+def morton_graph() -> Case:
+    """A neighbourhood on a canvas in Morton order; biases by the distance of two nodes of a graph."""
+    apart = torch.randint(0, 7, (BATCH, QUERIES, KEYS), generator=torch.Generator().manual_seed(4))
+    table = learned(HEADS, 7)
+
+    def place(i: Any) -> tuple[Any, Any]:
+        def even_bits(x: Any) -> Any:
+            x = x & 0x55555555
+            x = (x | (x >> 1)) & 0x33333333
+            x = (x | (x >> 2)) & 0x0F0F0F0F
+            return (x | (x >> 4)) & 0x00FF00FF
+
+        return even_bits(i), even_bits(i >> 1)
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        (q_x, q_y), (k_x, k_y) = place(q), place(k)
+        x, y = q_x.clamp(1, 6), q_y.clamp(1, 6)
+        return ((x - k_x).abs() <= 1) & ((y - k_y).abs() <= 2)
+
+    return Case(lambda s, b, h, q, k: s + table[h, apart[b, q, k]], mask_mod, (table,))
+
+
+def images_and_tiles() -> Case:
+    """Text that sees the images of its interval; tiles of a canvas whose last ones are padded."""
+    interval, image = torch.tensor([[0, 9], [4, 36], [20, 30]]), torch.arange(KEYS) // 14
+    sizes, chosen = torch.tensor([8, 8, 5, 8, 8, 1]), torch.rand(BATCH, HEADS, 5, 6) < 0.7
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        own = interval[image[k]]
+        seen = (q >= own[0]) & (q < own[1])
+        return seen | (chosen[b, h, q // 8, k // 8] & (k % 8 < sizes[k // 8]))
+
+    def plain_mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        own = interval[image[k]]
+        seen = (q >= own[..., 0]) & (q < own[..., 1])
+        return seen | (chosen[b, h, q // 8, k // 8] & (k % 8 < sizes[k // 8]))
+
+    return Case(None, mask_mod, plain_mask=plain_mask)
+
+
 CASES = (
     sliding_alibi, prefix_softcap, document_relative, dilated_temperature, neighbourhood_2d, block_sparse_gate,
     tree_cosine, local_global_chained, negative_indices, integers, powers, branches, functions, several_times,
+    positions_by_dot_product, block_diffusion_activation, morton_graph, images_and_tiles,
 )  # fmt: skip

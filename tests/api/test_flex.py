@@ -22,8 +22,9 @@ from flex_cases import BATCH, CASES, HEADS, KEYS, QUERIES, Case, causal  # noqa:
 from torch.nn.attention import flex_attention as peer  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from aule.frontends import numpy_flex  # noqa: E402
 from aule.frontends.torch import attention  # noqa: E402
-from aule.frontends.torch.flex import calls, captured  # noqa: E402
+from aule.frontends.torch.flex import calls, captured, max_scores  # noqa: E402
 from aule.ops.scores.functions.program import BoundFunction, Graph  # noqa: E402
 
 DIM = 16
@@ -47,8 +48,9 @@ def plain(q: Any, k: Any, v: Any, case: Case, scale: float = 1 / math.sqrt(DIM))
     score_mod = case.plain or case.score_mod
     if score_mod is not None:
         s = score_mod(s, b, h, row, column)
-    if case.mask_mod is not None:
-        s = torch.where(case.mask_mod(b, h, row, column), s, -torch.inf)
+    mask_mod = case.plain_mask or case.mask_mod
+    if mask_mod is not None:
+        s = torch.where(mask_mod(b, h, row, column), s, -torch.inf)
     lse = s.logsumexp(-1)
     weights = torch.where(lse[..., None] == -torch.inf, 0.0, torch.exp(s - lse[..., None]))
     return weights @ v, lse
@@ -85,9 +87,14 @@ def check(case: Case, dtype: Any = torch.float32, block_mask: Any = None, **opti
         close(grad, wanted, max(x.dtype, dtype, key=TOLERANCES.__getitem__))
 
 
+@pytest.mark.device
+@pytest.mark.parametrize("name", ["cpu", "cuda", "vulkan", "opencl", "webgpu", "msl-shim"])
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_functions_and_gradients(make: Callable[[], Case]) -> None:
-    devices.spare(devices.need("cpu"), CASES.index(make), cpu_parts=2)
+def test_functions_and_gradients(make: Callable[[], Case], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = devices.need(name)
+    devices.spare(device, CASES.index(make))
+    if name != "cpu":
+        monkeypatch.setattr(attention, "gradient_device", lambda *args: device)
     check(make())
 
 
@@ -102,6 +109,56 @@ def test_functions_and_gradients(make: Callable[[], Case]) -> None:
 def test_other_types(dtype: Any, make: Callable[[], Case]) -> None:
     devices.need("cpu")
     check(make(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("order", "name"), [((0, 2, 1, 3), "cpu"), ((2, 0, 1, 3), "cpu"), ((1, 0, 2, 3), "cpu"), ((0, 2, 1, 3), "opencl")]
+)
+def test_the_output_lies_in_memory_as_query_does(
+    order: tuple[int, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = devices.need(name)
+    if name != "cpu":
+        monkeypatch.setattr(attention, "gradient_device", lambda *args: device)
+    case = flex_cases.sliding_alibi()
+    back = [order.index(i) for i in range(4)]
+    x, *rest = inputs()
+    given = [x.detach().permute(order).contiguous().permute(back).requires_grad_(), *rest]
+    out = aule.flex_attention(*given, case.score_mod)
+    assert out.stride() == given[0].stride() != x.stride()
+    expected = aule.flex_attention(x, *rest, case.score_mod)
+    assert torch.equal(out, expected)
+    for found, right in zip(*(torch.autograd.grad(y.sin().sum(), z) for y, z in ((out, given), (expected, [x, *rest]))),
+                            strict=True):  # fmt: skip
+        close(found, right, torch.float32)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_max_scores(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices.need("cpu")
+    for module in (max_scores, numpy_flex):
+        monkeypatch.setattr(module, "MOST_SCORES" if module is max_scores else "_MOST_SCORES", 5 * KEYS)
+    table = np.linspace(-1, 1, HEADS * KEYS, dtype=np.float32).reshape(HEADS, KEYS)
+    learnt = torch.from_numpy(table).requires_grad_()
+    mask_mod = (lambda b, h, q, k: (q > k + 2) & (h == k % 2)) if masked else None
+    mask = mask_mod and aule.create_block_mask(mask_mod, None, None, QUERIES, KEYS)
+    q, k, v = inputs(heads_kv=1)
+    request = aule.AuxRequest(max_scores=True)
+    options: dict[str, Any] = {"scale": 0.5, "enable_gqa": True, "return_aux": request}
+    _, aux = aule.flex_attention(q, k, v, lambda s, b, h, q, k: 2 * torch.tanh(s) + learnt[h, k] - b, mask, **options)
+    arrays = [x.detach().numpy() for x in (q, k, v)]
+    mask = mask_mod and aule.create_block_mask(mask_mod, None, None, QUERIES, KEYS)
+    _, of_numpy = aule.flex_attention(
+        *arrays, lambda s, b, h, q, k: 2 * np.tanh(s) + table[h, k] - b, mask, backend="numpy", **options
+    )
+    s = 2 * torch.tanh(q.double() @ k.double().transpose(2, 3) * 0.5) + learnt[:, None].double()
+    s = s - torch.arange(BATCH)[:, None, None, None]
+    if mask_mod is not None:
+        places = [torch.arange(n).view([-1 if i == j else 1 for j in range(4)]) for i, n in enumerate(s.shape)]
+        s = torch.where(mask_mod(*places), s, -torch.inf)
+    assert aux.lse is None and not aux.max_scores.requires_grad
+    close(aux.max_scores, s.amax(-1), torch.float32)
+    close(torch.from_numpy(of_numpy.max_scores), s.amax(-1), torch.float32)
 
 
 # -- NumPy -------------------------------------------------------------------------------------------------------------
@@ -277,6 +334,7 @@ def test_looking_at_a_mask() -> None:
         "  ░░░░",
     ]
     assert repr(mask).startswith("BlockMask(shape=(1, 2, 20, 21), block_size=(4, 8), mask_mod=<function ")
+    assert mask.to("cpu") is mask
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

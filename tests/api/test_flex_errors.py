@@ -24,7 +24,7 @@ def inputs() -> list[Any]:
     return [torch.zeros(*shape, DIM) for shape in shapes]
 
 
-LEARNED = torch.zeros(HEADS, 8)
+LEARNED, LONG = torch.zeros(HEADS, 8), torch.zeros(HEADS, 513)
 HERE = r"test_flex_errors\.py:\d+\)"
 REFUSED: dict[str, tuple[Any, str]] = {
     "arguments": (
@@ -46,8 +46,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"use torch\.where, or & and \| instead of `and` and `or`",
     ),
     "an operator": (
-        lambda s, b, h, q, k: torch.erf(s),
-        rf"got the operation erf \(.*{HERE}; functions may use arithmetic, ",
+        lambda s, b, h, q, k: torch.lgamma(s),
+        rf"got the operation lgamma \(.*{HERE}; functions may use arithmetic, ",
     ),
     "a method": (
         lambda s, b, h, q, k: s.cumsum(0),
@@ -88,7 +88,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda s, b, h, q, k: LEARNED[h, q, k],
         rf"got 3 indices into an array of 2 axes \(.*{HERE}; give one for each",
     ),
-    "a reduction": (lambda s, b, h, q, k: s + LEARNED[h].sum(), rf"got the method or attribute sum \(.*{HERE}"),
+    "an array that is too long": (
+        lambda s, b, h, q, k: s + LONG[h].sum(),
+        rf"got an operation on an array of shape \[513\] \(.*{HERE}; index captured arrays down to one number, or "
+        "to at most 512",
+    ),
+    "a dot product": (
+        lambda s, b, h, q, k: s + torch.dot(LEARNED[h], LONG[h]),
+        rf"got a dot product of arrays of shape \[8\] and \[513\] \(.*{HERE}; pass two of one length",
+    ),
+    "an index into sums": (
+        lambda s, b, h, q, k: s + (LEARNED[h] * 2)[k],
+        rf"got an index that only the kernel knows into computed values \(.*{HERE}; index captured arrays so",
+    ),
     "a device": (
         lambda s, b, h, q, k: s + LEARNED.to("meta")[h, q],
         "expected captured tensors on cpu like query, got meta; move it with .to",
@@ -156,7 +168,6 @@ def test_refused_calls() -> None:
             aule.flex_attention(*args, **kwargs)
 
     refused("got both; leave return_lse out", q, k, v, return_lse=True, return_aux=aule.AuxRequest(lse=True))
-    refused("got max_scores=True, which aule does not compute", q, k, v, return_aux=peer.AuxRequest(max_scores=True))
     refused(r"got \[2, 36, 16\], \[2, 41, 16\], \[2, 41, 16\]; add axes of length 1", q[:, 0], k[:, 0], v[:, 0])
     refused("got 2 and 1; pass enable_gqa=True", q, k[:, :1], v[:, :1])
     refused("expected block_mask of create_block_mask, aule's or PyTorch's, got Tensor", q, k, v, None, q)

@@ -56,6 +56,9 @@ def test_it_trains_where_pytorch_does_not() -> None:
     out, aux = flex.flex_attention(q, k, v, return_aux=flex.AuxRequest(lse=True))
     assert isinstance(aux, flex.AuxOutput) and aux.lse.shape == (1, 2, 100) and aux.max_scores is None
     (out.sum() + aux.lse.sum()).backward()
+    _, aux = flex.flex_attention(q, k, v, return_aux=flex.AuxRequest(max_scores=True))
+    expected = (q @ k.transpose(2, 3) * 32**-0.5).amax(-1)
+    torch.testing.assert_close(aux.max_scores, expected.detach())
     assert q.grad is not None and {row["caller"] for row in aule.dispatch_stats()["calls"]} == {"install"}
 
 

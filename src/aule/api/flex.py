@@ -60,6 +60,7 @@ def flex_attention(
         ``score_mod(score, b, h, q_idx, kv_idx) -> score``: called once with symbols, for one score. It may use
         arithmetic, comparisons, ``torch.where`` and the like (or NumPy's), and index captured tensors. Captured tensors
         and numbers may change from call to call without a new kernel (0, 1 and powers of two as divisors excepted).
+        Integers of fewer than 32 bits are computed as int32, so they do not wrap around as in PyTorch.
     block_mask : BlockMask, optional
         From `create_block_mask`, or PyTorch's own: keys that it drops are not attended to.
     scale : float, optional
@@ -71,7 +72,8 @@ def flex_attention(
     kernel_options : dict, optional
         Accepted and ignored: they are PyTorch's.
     return_aux : AuxRequest, optional
-        ``AuxRequest(lse=True)`` returns ``AuxOutput`` with the log-sum-exp as a second result.
+        ``AuxRequest(lse=True)`` returns ``AuxOutput`` with the log-sum-exp as a second result. ``max_scores=True`` adds
+        the largest score of each row, without gradients, which takes a second pass outside of the kernel.
     backend : str, optional
         As in `flash_attention`.
 
@@ -102,15 +104,12 @@ def flex_attention(
             f"[{OP}] expected return_aux as an AuxRequest, got {type(return_aux).__name__}; pass "
             "aule.AuxRequest(lse=True)"
         )
-    if getattr(return_aux, "max_scores", False):
-        raise InvalidArgumentError(
-            f"[{OP}] expected AuxRequest(lse=True), got max_scores=True, which aule does not compute; leave it out"
-        )
     end = front_end(query, OP)
     _check_shapes(query, key, value, enable_gqa)
     out, lse = end.flex_attention(query, key, value, score_mod, block_mask, scale, backend)
     if return_aux is not None:
-        return out, AuxOutput(lse if return_aux.lse else None)
+        largest = end.max_scores(query, key, score_mod, block_mask, scale) if getattr(return_aux, "max_scores", False) else None
+        return out, AuxOutput(lse if return_aux.lse else None, largest)
     return (out, lse) if return_lse else out
 
 

@@ -1,9 +1,9 @@
 """Front ends, one per kind of array, tried in order (ADD A FRONT END HERE).
 
 A front end is a module with ``accepts(array) -> bool`` and ``flash_attention``, ``flash_attention_varlen``,
-``flex_attention``, ``decode``, ``merge_states``, ``row_op`` (every row operation), ``launch`` and ``to_precision``;
-`aule.frontends.dlpack` is the shortest. `front_end` imports only those that the array could belong to: a tensor exists
-only when torch is loaded.
+``flex_attention``, ``max_scores``, ``decode``, ``merge_states``, ``row_op`` (every row operation), ``launch`` and
+``to_precision``; `aule.frontends.dlpack` is the shortest. `front_end` imports only those that the array could belong
+to: a tensor exists only when torch is loaded.
 """
 
 from __future__ import annotations

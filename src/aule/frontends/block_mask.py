@@ -62,6 +62,11 @@ class BlockMask:
         """Refuse a call that the mask was not made for."""
         check_shape(self.shape, batch, heads, queries, keys)
 
+    def to(self, device: object) -> BlockMask:
+        """The mask itself, which lies on no device; tensors that its function captured stay where they are, as with
+        PyTorch's."""
+        return self
+
     # -- looking at it -------------------------------------------------------------------------------------------------
 
     def to_dense(self) -> npt.NDArray[np.int8]:

@@ -39,6 +39,12 @@ def flex_attention(
     return _back(found, q)
 
 
+def max_scores(q: Any, k: Any, score_mod: Any, block_mask: Any, scale: float | None) -> Any:
+    """The largest score of each row, after the functions of the user, of DLPack arrays."""
+    given = [host(x, name, "flex_attention") for name, x in (("query", q), ("key", k))]
+    return _back(numpy_front_end.max_scores(given[0], given[1], score_mod, block_mask, scale), q)
+
+
 def flash_attention_varlen(
     q: Any,
     k: Any,

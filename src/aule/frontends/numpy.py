@@ -166,6 +166,13 @@ def flex_attention(
     return numpy_flex.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
 
 
+def max_scores(q: Array, k: Array, score_mod: Any, block_mask: Any, scale: float | None) -> Array:
+    """The largest score of each row, after the functions of the user."""
+    from aule.frontends import numpy_flex  # few programs use it
+
+    return numpy_flex.max_scores(q, k, score_mod, block_mask, scale)
+
+
 def varlen_call(
     q: Array,
     k: Array,

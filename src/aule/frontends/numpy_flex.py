@@ -6,6 +6,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,6 +35,8 @@ _DTYPES = {name: np.dtype(kind) for name, kind in (
 )}  # fmt: skip
 _WIDENED = (np.dtype(np.int16), np.dtype(np.uint16), np.dtype(np.uint32))
 """Integers that kernels do not load."""
+_MOST_SCORES = 1 << 22
+"""Scores that `max_scores` computes at a time."""
 
 
 class CapturedArray(np.ndarray[Any, Any]):
@@ -154,6 +157,35 @@ def flex_attention(
     out, lse = forward_on_host(problem, operands, host_device(problem.dtype, backend))
     assert lse is not None
     return out.reshape(operands.out_shape).view(q.dtype), lse.reshape(operands.lse_shape)
+
+
+def max_scores(q: Array, k: Array, score_mod: Callable[..., Any] | None, block_mask: Any, scale: float | None) -> Array:
+    """The largest score of each row after the functions, a part of the scores at a time."""
+    problem, operands = flex_call(q, k, k, score_mod, block_mask, scale)
+    work = np.float64 if problem.dtype == "f64" else np.float32
+    found = np.full(q.shape[:3], -np.inf, work)
+    (batch, heads, rows), (heads_kv, keys) = q.shape[:3], (k.shape[1], k.shape[2])
+    if found.size == 0 or keys == 0:
+        return found
+    captured = operands.captured or {}
+    evaluators = {
+        name: Evaluator(
+            function, [np.asarray(captured[f"{name}{i}"].storage) for i in range(len(function.program.arrays))]
+        )
+        for name, function in ((SCORE_FUNCTION, problem.score_mod), (MASK_FUNCTION, problem.mask_mod))
+        if function is not None
+    }
+    step, factor = max(_MOST_SCORES // keys, 1), q.shape[3] ** -0.5 if scale is None else scale
+    for b, h, first in product(range(batch), range(heads), range(0, rows, step)):
+        part = q[b, h, first : first + step].astype(work)
+        scores = part @ k[b % k.shape[0], h * heads_kv // heads].astype(work).T * work(factor)
+        inputs = {"batch": b, "head": h, "query": np.arange(first, first + len(part))[:, None], "key": np.arange(keys)}
+        if SCORE_FUNCTION in evaluators:
+            scores = np.broadcast_to(evaluators[SCORE_FUNCTION](score=scores, **inputs), scores.shape)
+        if MASK_FUNCTION in evaluators:
+            scores = np.where(evaluators[MASK_FUNCTION](**inputs), scores, -np.inf)
+        found[b, h, first : first + step] = scores.max(axis=1)
+    return found
 
 
 def flex_call(

@@ -31,7 +31,7 @@ TABLE, SMALL, FLAGS = (
 )
 ARRAYS = [TABLE.astype(np.float32), SMALL.astype(np.int64), FLAGS]
 NUMBERS = (0.75, -5)
-SMOOTH = ("neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos")
+SMOOTH = ("neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos")
 FUNCTIONS = (*SMOOTH, "floor", "detach")
 
 

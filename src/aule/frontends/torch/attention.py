@@ -27,6 +27,7 @@ from aule.frontends.torch.views import (
     Array,
     ViewOf,
     four_axes,
+    fresh,
     fresh_view,
     lies_over,
     shares_memory,
@@ -141,15 +142,20 @@ class Forward(AttentionCall):
         """Shapes of the output and of the log-sum-exp, as the caller gets them."""
         return found.out_shape, found.lse_shape
 
+    def result_strides(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Strides of an output of a shape; None if it is contiguous."""
+        return None
+
     def bind(self, view: ViewOf) -> Bound:
         problem, found = self.problem(view)
         q = self.tensors["q"]
         shape, lse_shape = self.result_shapes(found)
-        out = fresh_view(problem.dtype, shape)
+        strides = self.result_strides(shape)
+        out = fresh_view(problem.dtype, shape, strides)
         if self.destinations:
             out = view(checked_out(self.destinations["o"], shape, q, self.op), "out", self.op, "q")
         fill, lse_fill = (0.0, -torch.inf) if self.unwritten_rows else (None, None)
-        outputs = [Output("o", q.dtype, shape, fill=fill)]
+        outputs = [Output("o", q.dtype, shape, strides, fill=fill)]
         if self.options.return_lse:
             outputs.append(Output("lse", work_dtype(q), lse_shape, fill=lse_fill, empty=-torch.inf))
         return Bound(problem, attention_views(found, self.lift(out)), tuple(outputs))
@@ -168,7 +174,10 @@ class Forward(AttentionCall):
         problem, found = self.problem(view_on_host)
         shape, lse_shape = self.result_shapes(found)
         q, out = self.tensors["q"], self.destinations.get("o")
-        out = q.new_empty(shape) if out is None else written(checked_out(out, shape, q, self.op))
+        if out is None:
+            out = fresh(shape, self.result_strides(shape), q.dtype, q.device)
+        else:
+            out = written(checked_out(out, shape, q, self.op))
         target = self.lift(view_on_host(out, "out", self.op)).storage
         _, lse = forward_on_host(problem, found, device, target, exact_lse=True)
         return (out,) if lse is None else (out, torch.from_numpy(lse).reshape(lse_shape))

@@ -182,6 +182,19 @@ def flex_attention(
     return entry.flex_attention(q, k, v, score_mod, block_mask, scale, backend)
 
 
+def max_scores(
+    q: Tensor, k: Tensor, score_mod: Callable[..., Any] | None, block_mask: Any, scale: float | None
+) -> Tensor:
+    """The largest score of each row, after the functions of the user."""
+    if read_by_dynamo():
+        from aule.frontends.torch.compile import flex
+
+        return flex.max_scores(q, k, score_mod, block_mask, scale)
+    from aule.frontends.torch.flex import max_scores as largest
+
+    return largest.max_scores(q, k, score_mod, block_mask, scale)
+
+
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 

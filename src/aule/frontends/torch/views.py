@@ -80,9 +80,9 @@ def alignment(address: int) -> int:
     return (address | 16) & -(address | 16)
 
 
-def fresh_view(dtype: str, shape: tuple[int, ...]) -> TensorView:
-    """A contiguous view of memory that is allocated when a call runs."""
-    return TensorView(dtype, shape, contiguous_strides(shape), "device", None)
+def fresh_view(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> TensorView:
+    """A view of memory that is allocated when a call runs; contiguous if strides are None."""
+    return TensorView(dtype, shape, strides or contiguous_strides(shape), "device", None)
 
 
 def four_axes(view: TensorView) -> TensorView:

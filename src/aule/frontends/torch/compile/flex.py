@@ -18,14 +18,16 @@ from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.checks import dtype_name, no_gradient, no_second_derivative, require_tensor
 from aule.frontends.torch.compile.operators import backward_flops, flops
 from aule.frontends.torch.flex.autograd import compute, gradients
+from aule.frontends.torch.flex.calls import result_strides
 from aule.frontends.torch.flex.entry import flex_attention as eager
 from aule.frontends.torch.flex.entry import shared_keys
 from aule.frontends.torch.flex.masks import as_block_mask
+from aule.frontends.torch.flex.max_scores import max_scores as largest
 from aule.frontends.torch.flex.record import Recording, replayed
 from aule.frontends.torch.flex.trace import traced
 from aule.frontends.torch.functions import Functions, loadable
 from aule.frontends.torch.modes import as_operator, autocast, refuse_tracing
-from aule.frontends.torch.views import work_dtype
+from aule.frontends.torch.views import fresh, work_dtype
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.scores.functions.trace import OP
 from aule.options import AttentionOptions
@@ -53,6 +55,7 @@ def flex_attention(
 
 
 _outside = torch.compiler.disable(eager)
+max_scores = torch.compiler.disable(largest)
 
 
 def in_graph(
@@ -149,7 +152,9 @@ def _flex_fake(q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], *res
     if all(type(x) in (int, float) for x in (*integers, *floats)):  # others have no value before the graph runs
         _functions(q, captured, score_mod, mask_mod, integers, floats)  # raises an error for what cannot be traced
     operands = _checked(q, k, v, _options(scale, backend))
-    return q.new_empty(operands.out_shape), q.new_empty(operands.lse_shape, dtype=work_dtype(q))
+    shape = operands.out_shape
+    out = fresh(shape, result_strides(q, shape), q.dtype, q.device)
+    return out, q.new_empty(operands.lse_shape, dtype=work_dtype(q))
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Operands:

@@ -4,4 +4,5 @@
 - `record`: functions inside of graphs that PyTorch's compiler makes.
 - `masks`: masks of blocks, ours and PyTorch's, as one function.
 - `calls`: the forward and backward pass as calls; `autograd`: gradients; `captured`: gradients of captured tensors.
+- `evaluate`: programs on tensors, by torch's operations; `max_scores`: the largest score of each row, made so.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -26,6 +26,18 @@ from aule.runtime.base import Device
 
 PADDING = 128
 """Rows and keys of the scores' gradient are padded to multiples of this."""
+
+
+def result_strides(q: Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of an output: batch, heads and rows lie in memory in the order of query's, as PyTorch has it; None if the
+    output is contiguous."""
+    given = q.stride()[:3]
+    if given[0] >= given[1] >= given[2] or 0 in given:
+        return None
+    strides, step = [1] * 4, shape[3]
+    for axis in sorted(range(3), key=lambda i: (given[i], -i)):
+        strides[axis], step = step, step * max(shape[axis], 1)
+    return tuple(strides)
 
 
 class FlexCall(attention.AttentionCall):
@@ -83,6 +95,9 @@ class Forward(FlexCall, attention.Forward):
     ) -> None:
         super().__init__(q, k, v, options, training, key=())
         self._add(functions)
+
+    def result_strides(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        return result_strides(self.tensors["q"], shape)
 
     def plan(self, bound: Bound, device: Device, aligned: Mapping[str, bool]) -> Plan:
         return self.listed(bound, super().plan(bound, device, aligned))

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,25 +19,16 @@ from torch import Tensor
 from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.devices.base import Route
 from aule.frontends.torch.flex.calls import PADDING, ScoreGradients
+from aule.frontends.torch.flex.evaluate import Evaluator, inside
 from aule.frontends.torch.functions import Functions
 from aule.ops.scores.functions.differentiate import derivatives
 from aule.ops.scores.functions.emit import MASK_FUNCTION, SCORE_FUNCTION
-from aule.ops.scores.functions.evaluate import NAMES
 from aule.ops.scores.functions.parts import Along, kept_differences, part_of, spreads, together
-from aule.ops.scores.functions.program import BoundFunction, Node, ScoreFunction
+from aule.ops.scores.functions.program import BoundFunction, ScoreFunction
 from aule.options import AttentionOptions
 
 KEYS, ROWS = 1024, 4096
 """Keys of a part, and rows unless there are few heads."""
-_DTYPES = {
-    "bool": torch.bool, "i32": torch.int32, "i64": torch.int64, "f32": torch.float32, "f64": torch.float64,
-}  # fmt: skip
-_OTHERS = {
-    "eq": "eq", "shl": "bitwise_left_shift", "shr": "bitwise_right_shift", "detach": "clone", "rsqrt": "rsqrt",
-    "sigmoid": "sigmoid",
-}  # fmt: skip
-"""Functions that torch has under other names than NumPy."""
-_FUNCTIONS: dict[str, Any] = {op: getattr(torch, name) for op, name in (NAMES | _OTHERS).items()}
 
 
 def most_scores(q: Tensor, each: bool) -> int:
@@ -185,7 +175,8 @@ class _Sums:
     def __init__(self, saved: Saved, options: AttentionOptions, functions: Functions, wanted: Sequence[str]) -> None:
         assert functions.score_mod is not None
         self.saved, self.captured = saved, functions.captured
-        self.program, self.numbers = functions.score_mod.program, functions.score_mod.numbers
+        self.program, numbers = functions.score_mod.program, functions.score_mod.numbers
+        self.evaluator = Evaluator(SCORE_FUNCTION, self.captured, numbers, saved.q.device)
         self.scale = saved.q.shape[-1] ** -0.5 if options.scale is None else options.scale
         self.partial, self.loads = _loads(self.program, frozenset(wanted))
         lse, (batch, heads, rows), keys = saved.lse, saved.q.shape[:3], saved.k.shape[2]
@@ -270,33 +261,13 @@ class _Sums:
 
     def _value(self, program: ScoreFunction, roots: Sequence[int], inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """Values of some nodes of a program."""
-        values: dict[int, Tensor] = {}
-        for i in sorted(program.inputs_of(*roots)):
-            node = program.nodes[i]
-            values[i] = self._node(node, [values[a] for a in node.args], inputs)
-        return [values[i] for i in roots]
-
-    def _node(self, node: Node, args: list[Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        dtype, device = _DTYPES[node.dtype], self.saved.q.device
-        if node.op in ("literal", "number"):
-            value = node.value if node.op == "literal" else self.numbers[int(node.value or 0)]
-            assert value is not None
-            return torch.full((), value, dtype=dtype, device=device)
-        if node.op == "load":
-            array = self.captured[f"{SCORE_FUNCTION}{node.value}"].detach()
-            return array[tuple(_inside(i, n) for i, n in zip(args, array.shape, strict=True))].to(dtype)
-        if node.op == "cast":
-            return args[0].to(dtype)
-        if node.op in inputs:
-            return inputs[node.op].to(dtype)
-        found: Tensor = _FUNCTIONS[node.op](*args)
-        return found
+        return self.evaluator.values(program, roots, inputs)
 
     def _scatter(self, load: _Load, indices: Sequence[Tensor], added: Tensor) -> None:
         """Add to elements of a captured tensor, which may occur many times."""
         at = torch.zeros((), dtype=torch.int64, device=added.device)
         for index, size in zip(indices, self.captured[load.name].shape, strict=True):
-            at = at * size + _inside(index, size)
+            at = at * size + inside(index, size)
         # In a fixed order if PyTorch is asked for that.
         self.totals[load.name].scatter_add_(0, at.expand(added.shape).reshape(-1), added.reshape(-1))
 
@@ -356,8 +327,3 @@ def _diagonal_sums(ds: Tensor, rows: int, keys: int) -> Tensor:
         (batch, heads, blocks, length), (heads * blocks * length, blocks * length, length - PADDING, 1)
     ).sum(2)
     return found[..., blocks * PADDING - rows :][..., : rows + keys - 1]
-
-
-def _inside(index: Tensor, size: int) -> Tensor:
-    index = index.to(torch.int64)
-    return torch.where(index < 0, index + size, index).clamp(0, size - 1)

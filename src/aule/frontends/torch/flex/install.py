@@ -15,6 +15,7 @@ from aule.engine.observe import called_by
 from aule.errors import AuleError
 from aule.frontends.torch.checks import NAMES
 from aule.frontends.torch.flex.entry import flex_attention as compute
+from aule.frontends.torch.flex.max_scores import max_scores
 from aule.frontends.torch.modes import read_by_dynamo
 from aule.frontends.torch.route import home
 from aule.frontends.torch.sdpa.functions import replace_imports
@@ -157,8 +158,9 @@ def _served(
             raise _PassOn("not plain tensors of four axes")
     if not (enable_gqa or query.shape[1] == key.shape[1]) or (return_lse and return_aux is not None):
         raise _PassOn("a call that PyTorch refuses, too")
-    if getattr(return_aux, "max_scores", False):
-        raise _PassOn("max_scores")
+    largest = getattr(return_aux, "max_scores", False)
+    if largest and read_by_dynamo():
+        raise _PassOn("max_scores in a graph")
     if backend is None and not home(query).in_place:
         raise _PassOn(f"tensors of {query.device.type}")
     missing = _missing_engine() if backend is None and query.is_cpu else None
@@ -168,5 +170,6 @@ def _served(
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse if return_aux.lse else None)
+        found = max_scores(query, key, score_mod, block_mask, scale) if largest else None
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=found)
     return (out, lse) if return_lse else out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from aule.ops.scores.functions.program import Graph, ScoreFunction, is_float
 from aule.tile.common.math import LN2
 
@@ -104,6 +106,8 @@ def _of_unary(graph: Graph, i: int, g: int) -> list[tuple[int, int]]:
         factor = one_minus(binary("mul", i, i))
     elif node.op == "sigmoid":
         factor = binary("mul", i, one_minus(i))
+    elif node.op == "erf":
+        factor = binary("mul", number(2.0 / math.sqrt(math.pi)), unary("exp", unary("neg", binary("mul", x, x))))
     elif node.op == "sin":
         factor = unary("cos", x)
     else:

@@ -15,7 +15,7 @@ from aule.ir.types import SCALARS, Scalar, Vector, bool_, element, f32, i32, u8
 from aule.ops.scores.functions.program import COMPARISONS, INPUTS, MOST_ROWS, Node, ScoreFunction
 from aule.ops.scores.modifiers import Site
 from aule.ops.scores.parameters import Parameters
-from aule.tile.common.math import LN2, LOG2E, lowest, sigmoid, tanh
+from aule.tile.common.math import LN2, LOG2E, erf, lowest, sigmoid, tanh
 
 SCORE_FUNCTION, MASK_FUNCTION = "score", "keep"
 """Names of the two functions in a kernel: captured arrays are the buffers ``score0``, ``score1`` ..., ``keep0`` ..."""
@@ -222,6 +222,7 @@ class _At:
             "log": lambda: b.log2(x) * LN2,
             "tanh": lambda: tanh(b, x),
             "sigmoid": lambda: sigmoid(b, x),
+            "erf": lambda: erf(b, x),
         }
         return functions[node.op]() if node.op in functions else b.unary(node.op, x)
 
@@ -301,7 +302,7 @@ def _may_be_low(function: ScoreFunction, i: int) -> bool:
         return _may_be_low(function, node.args[0])
     if node.op == "literal":
         return abs(float(node.value or 0.0)) > 1e19
-    return node.op not in ("tanh", "sigmoid", "sin", "cos") and (
+    return node.op not in ("tanh", "sigmoid", "erf", "sin", "cos") and (
         node.op not in ("add", "sub", "mul", "neg", "abs", "min", "max")
         or any(_may_be_low(function, a) for a in node.args)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,10 @@ NAMES = {
     "cos": "cos", "tanh": "tanh", "floor": "floor", "where": "where", "detach": "copy",
 }  # fmt: skip
 """NumPy's functions by operation; other frameworks have most of them under the same names."""
+_erf = np.vectorize(math.erf, otypes=[np.float64])
 _FUNCTIONS: dict[str, Any] = {op: getattr(np, name) for op, name in NAMES.items()} | {
-    "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x))
+    "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "erf": lambda x: _erf(x).astype(x.dtype),
 }  # fmt: skip
 
 

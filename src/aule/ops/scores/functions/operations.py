@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from aule.ops.scores.functions.symbols import Symbol, Tracer, fail
+from aule.tile.common.math import ROOT_HALF
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 METHODS: dict[str, Callable[..., Any]] = {}
@@ -53,8 +54,8 @@ _COMPARED = {
 _UNARY = {
     "neg": ("neg", "negative"), "abs": ("abs", "absolute", "fabs"), "exp": ("exp",), "exp2": ("exp2",),
     "log": ("log",), "log2": ("log2",), "sqrt": ("sqrt",), "rsqrt": ("rsqrt",), "tanh": ("tanh",),
-    "sigmoid": ("sigmoid",), "sin": ("sin",), "cos": ("cos",), "floor": ("floor",), "detach": ("detach",),
-    "not": ("not", "invert", "bitwise_not"),
+    "sigmoid": ("sigmoid",), "erf": ("erf",), "sin": ("sin",), "cos": ("cos",), "floor": ("floor",),
+    "detach": ("detach",), "not": ("not", "invert", "bitwise_not"),
 }  # fmt: skip
 for _op, _names in _BINARY.items():
     _register(*_names)(_binary(_op))
@@ -146,6 +147,15 @@ def _silu(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     return _binary("mul")(t, x, _unary("sigmoid")(t, x))
 
 
+@_register("gelu")
+def _gelu(t: Tracer, x: Any, approximate: str = "none") -> Symbol:
+    half, one, factor = (t.symbol(t.graph.literal(n)) for n in (0.5, 1.0, ROOT_HALF))
+    if approximate == "none":
+        return half * x * (one + _unary("erf")(t, x * factor))  # type: ignore[no-any-return, operator]
+    cube, slope = (t.symbol(t.graph.literal(n)) for n in (0.044715, math.sqrt(2.0 / math.pi)))
+    return half * x * (one + _unary("tanh")(t, slope * (x + cube * x * x * x)))  # type: ignore[no-any-return, operator]
+
+
 @_register("square")
 def _square(t: Tracer, x: Any) -> Symbol:
     return _binary("mul")(t, x, x)
@@ -225,7 +235,7 @@ for _name in ("float", "double", "half", "bfloat16", "int", "long", "bool"):
     _register(_name)(lambda t, x, _name=_name: _to(t, x, _name))
 
 
-@_register("clone", "contiguous", "cpu", "cuda", "squeeze", "positive")
+@_register("clone", "contiguous", "cpu", "cuda", "positive")
 def _same(t: Tracer, x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
     return x
 

@@ -24,7 +24,7 @@ COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 BITWISE = ("and", "or", "xor")
 SHIFTS = ("shl", "shr")
 ARITHMETIC = ("add", "sub", "mul", "div", "floordiv", "mod", "min", "max")
-FLOAT_UNARY = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "floor")
+FLOAT_UNARY = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos", "floor")
 UNARY = ("neg", "abs", "not", "detach", *FLOAT_UNARY)
 """``detach`` is its operand, without a derivative."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -25,6 +25,8 @@ KNOWN = (
     "sqrt, tanh"
 )
 """What functions may use, for messages."""
+MOST_ELEMENTS = 512
+"""Elements of an array that a function computes with; each is an operation of its own in the kernel."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,22 @@ class Tracer:
         Captured numbers.
     methods : mapping
         Operations by name.
+    of_arrays : collection
+        Those of them that take arrays as they are, such as sums.
     """
 
-    def __init__(self, work: str, framework: Framework, methods: Mapping[str, Callable[..., Any]]) -> None:
-        self.graph, self.framework, self.methods = Graph(work), framework, methods
+    def __init__(
+        self,
+        work: str,
+        framework: Framework,
+        methods: Mapping[str, Callable[..., Any]],
+        of_arrays: Collection[Callable[..., Any]],
+    ) -> None:
+        self.graph, self.framework, self.methods, self.of_arrays = Graph(work), framework, methods, of_arrays
         self.arrays: list[Any] = []
         self.numbers: list[float | int] = []
+        self.shared: dict[tuple[float | int, str], int] | None = None
+        """Numbers of an operation that is done for each element of an array: one operand serves all."""
 
     def array(self, array: Any) -> int:
         """The number of a captured array."""
@@ -97,8 +109,13 @@ class Tracer:
         power = divisor and isinstance(x, int) and x > 0 and x.bit_count() == 1
         if power or not math.isfinite(x) or x in (0, 1):  # worth a kernel of their own
             return graph.literal(x, dtype)
+        if self.shared is not None and (x, dtype) in self.shared:
+            return self.shared[x, dtype]
         self.numbers.append(x)
-        return graph.number(dtype)
+        number = graph.number(dtype)
+        if self.shared is not None:
+            self.shared[x, dtype] = number
+        return number
 
     def symbol(self, node: int) -> Symbol:
         """A symbol for a node."""
@@ -106,18 +123,33 @@ class Tracer:
 
 
 class Symbol:
-    """A value of the traced function, or a captured array of which some axes are indexed."""
+    """A value of the traced function.
 
-    __slots__ = ("array", "indices", "node", "open_axes", "tracer")
+    One with ``open_axes`` is an array: the rest of a captured array of which some axes are indexed, or what was
+    computed of such arrays, element by element (``elements``, the nodes).
+    """
+
+    __slots__ = ("array", "elements", "indices", "node", "open_axes", "tracer")
 
     def __init__(
-        self, tracer: Tracer, node: int = -1, array: Any = None, indices: tuple[int, ...] = (), open_axes: int = 0
+        self,
+        tracer: Tracer,
+        node: int = -1,
+        array: Any = None,
+        indices: tuple[int, ...] = (),
+        open_axes: int = 0,
+        elements: Any = None,
     ) -> None:
         self.tracer, self.node, self.array, self.indices, self.open_axes = tracer, node, array, indices, open_axes
+        self.elements = elements
 
     def __getitem__(self, index: Any) -> Symbol:
         if not self.open_axes:
             fail("an index into a single number", "only captured arrays can be indexed")
+        if self.elements is not None:
+            if symbol_in(index if isinstance(index, tuple) else (index,)) is not None:
+                fail("an index that only the kernel knows into computed values", "index captured arrays so")
+            return symbol_of(self.tracer, self.elements[index])
         return load(self.tracer, self.array, index, self.indices)
 
     def __bool__(self) -> bool:
@@ -126,8 +158,10 @@ class Symbol:
             "use torch.where, or & and | instead of `and` and `or`; a <= b < c is (a <= b) & (b < c)",
         )
 
-    def __iter__(self) -> NoReturn:
-        fail("a loop over a single number", "a function is called for one score at a time")
+    def __iter__(self) -> Iterator[Symbol]:
+        if not self.open_axes:
+            fail("a loop over a single number", "a function is called for one score at a time")
+        return (self[i] for i in range(len(self)))
 
     def __index__(self) -> int:
         fail(
@@ -150,6 +184,8 @@ class Symbol:
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of the axes that are not indexed; empty for a number."""
+        if self.elements is not None:
+            return tuple(self.elements.shape)
         return tuple(self.array.shape[len(self.indices) :]) if self.open_axes else ()
 
     @property
@@ -164,7 +200,7 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         found = self.tracer.methods.get(name)
         if found is not None:
-            return lambda *args, **kwargs: found(self.tracer, self, *args, **kwargs)
+            return lambda *args, **kwargs: applied(found, self.tracer, (self, *args), kwargs)
         if name.startswith("__"):
             raise AttributeError(name)
         if not self.open_axes:
@@ -199,7 +235,68 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             found, args = methods.get(name[1:]), args[::-1]
     if found is None:
         fail(f"the operation {name}", f"functions may use {KNOWN}")
-    return found(symbol.tracer, *args, **kwargs)
+    return applied(found, symbol.tracer, args, kwargs)
+
+
+def applied(method: Callable[..., Any], tracer: Tracer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a method; of each element if there are arrays among its arguments and it is one of numbers."""
+    if method in tracer.of_arrays or not any(_axes(x) for x in args):
+        return method(tracer, *args, **kwargs)
+    arrays = np.broadcast_arrays(*(_cells(tracer, x) for x in args))
+    check_unrolled(arrays[0].shape)
+    found = np.empty(arrays[0].shape, object)
+    tracer.shared = {}
+    for at in np.ndindex(found.shape):
+        found[at] = method(tracer, *(x[at] for x in arrays), **kwargs).node
+    tracer.shared = None
+    return symbol_of(tracer, found)
+
+
+def _axes(x: Any) -> int:
+    return len(getattr(x, "shape", ()))
+
+
+def _cells(tracer: Tracer, x: Any) -> Any:
+    """An argument as an array of numbers and symbols of numbers."""
+    if _axes(x):
+        nodes = unrolled(tracer, x)
+        found = np.empty(nodes.shape, object)
+        for at in np.ndindex(nodes.shape):
+            found[at] = tracer.symbol(nodes[at])
+        return found
+    found = np.empty((), object)
+    found[()] = x
+    return found
+
+
+def unrolled(tracer: Tracer, x: Any) -> Any:
+    """The nodes of all elements of an array: a symbol with open axes, or a captured array."""
+    if isinstance(x, Symbol) and x.elements is not None:
+        return x.elements
+    if isinstance(x, Symbol) and not x.open_axes:
+        return np.array(x.node, object)
+    array, before = (x.array, x.indices) if isinstance(x, Symbol) else (x, ())
+    shape = tuple(array.shape[len(before) :])
+    check_unrolled(shape)
+    found = np.empty(shape, object)
+    for at in np.ndindex(shape):
+        found[at] = load(tracer, array, at, before).node
+    return found
+
+
+def symbol_of(tracer: Tracer, nodes: Any) -> Symbol:
+    """The symbol of an array of nodes, or of one."""
+    axes = np.ndim(nodes)
+    return Symbol(tracer, open_axes=axes, elements=nodes) if axes else tracer.symbol(int(np.asarray(nodes).item()))
+
+
+def check_unrolled(shape: Sequence[int]) -> None:
+    """Refuse arrays whose elements are too many for a kernel, which does each operation on its own."""
+    if math.prod(shape) > MOST_ELEMENTS:
+        fail(
+            f"an operation on an array of shape {list(shape)}",
+            f"index captured arrays down to one number, or to at most {MOST_ELEMENTS}",
+        )
 
 
 def symbol_in(values: Sequence[Any]) -> Symbol | None:
@@ -276,7 +373,7 @@ def _line_of(frames: Sequence[tuple[FrameType, int]]) -> str:
 def _operator(name: str, reflected: bool) -> Callable[[Symbol, Any], Any]:
     def apply(x: Symbol, y: Any) -> Any:
         operands = (y, x) if reflected else (x, y)
-        return x.tracer.methods[name](x.tracer, *operands)
+        return applied(x.tracer.methods[name], x.tracer, operands, {})
 
     return apply
 
@@ -287,4 +384,4 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Symbol, f"__{_name}__", _operator(_name, False))
 for _name, _method in (("neg", "neg"), ("abs", "abs"), ("invert", "invert"), ("pos", "positive")):
-    setattr(Symbol, f"__{_name}__", lambda x, _method=_method: x.tracer.methods[_method](x.tracer, x))
+    setattr(Symbol, f"__{_name}__", lambda x, _method=_method: applied(x.tracer.methods[_method], x.tracer, (x,), {}))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aule.errors import InvalidArgumentError
+from aule.ops.scores.functions.arrays import OF_ARRAYS
 from aule.ops.scores.functions.operations import METHODS
 from aule.ops.scores.functions.program import BoundFunction, calling
 from aule.ops.scores.functions.symbols import (
@@ -34,7 +35,7 @@ def trace(
     """
     before = calling.set(op)
     try:
-        return _traced(Tracer(work, framework, METHODS), function, inputs, name)
+        return _traced(Tracer(work, framework, METHODS, OF_ARRAYS), function, inputs, name)
     finally:
         calling.reset(before)
 
