@@ -16,9 +16,12 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from cases import HEADS, Case, compare
+import torch.distributed as dist
+from cases import HEADS, Case, compare, difference, inputs
 from world import World
 
+import aule
+import aule.distributed as distributed
 from aule.distributed import positions
 
 FULL = os.environ.get("AULE_FULL_GRID") == "1"
@@ -125,6 +128,41 @@ def test_half_precision_is_as_exact_as_in_one_process(worlds: Callable[[int], Wo
     for dtype, limit in ((torch.bfloat16, 2e-2), (torch.float64, 1e-12)) if FULL else ((torch.bfloat16, 2e-2),):
         found = worlds(2).run(compare, Case(dtype=dtype))[0]
         assert max(x for name, x in found.items() if name != "lse") < limit, found
+
+
+def one_row_each() -> list[float]:
+    """Masks of one row on each rank, and of one row for all."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    q, k, v = (torch.randn(1, 2 * ranks, ranks, 16) for _ in range(3))
+    shards = [distributed.shard(x, balance="contiguous") for x in (q, k, v)]
+    found = []
+    for mask in (torch.ones(ranks, ranks).tril().bool(), torch.arange(ranks)[None] > 0):
+        own = distributed.shard(mask, balance="contiguous") if len(mask) > 1 else mask
+        out = distributed.ulysses_attention(*shards, mask=own, causal=False)
+        wanted = aule.flash_attention(q, k, v, mask=mask, causal=False)
+        found.append(difference(distributed.unshard(out, balance="contiguous"), wanted))
+    return found
+
+
+def test_masks_of_one_row(worlds: Callable[[int], World]) -> None:
+    for found in worlds(2).run(one_row_each):
+        assert max(found) < TOLERANCE
+
+
+def packed_by_numpy() -> float:
+    """Packed sequences without the CPU engine."""
+    given = inputs(Case(lengths=(64, 64), cu_seqlens=(0, 10, 64)))
+    q, k, v = (x.detach() for x in (given.q, given.k, given.v))
+    offsets = torch.tensor([0, 10, 64], dtype=torch.int32)
+    wanted = aule.flash_attention_varlen(q, k, v, offsets, offsets)
+    shards = [distributed.shard(x, dim=0) for x in (q, k, v)]
+    out = distributed.ring_attention(*shards, cu_seqlens=offsets, backend="numpy")
+    return difference(distributed.unshard(out, dim=0), wanted)
+
+
+def test_packed_sequences_without_the_cpu_engine(worlds: Callable[[int], World]) -> None:
+    assert max(worlds(2).run(packed_by_numpy)) < TOLERANCE
 
 
 def test_every_balance_is_covered() -> None:

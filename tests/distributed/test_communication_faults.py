@@ -129,6 +129,17 @@ def refused(name: str) -> None:
         distributed.shard(x, dim=-1)
     elif name == "cu_seqlens":
         distributed.ring_attention(x[0], x[0], x[0], cu_seqlens=(0, 5))
+    elif name == "gradients of NumPy":
+        distributed.ring_attention(x.requires_grad_(), x, x, backend="numpy")
+    elif name == "missing backend":
+        distributed.ring_attention(x, x, x, backend="metal")
+    elif name == "function of scores":
+        distributed.decode_attention(x[:, :, :1], x, x, score_mod=scored_by_position)
+
+
+def scored_by_position(score: Any, batch: Any, head: Any, row: Any, key: Any) -> Any:
+    """Would get numbers of this rank's keys."""
+    return score + key
 
 
 @pytest.mark.parametrize(
@@ -142,6 +153,9 @@ def refused(name: str) -> None:
         ("balance", "expected balance"),
         ("length", "multiple of 3 rows"),
         ("cu_seqlens", "cu_seqlens up to"),
+        ("gradients of NumPy", "need no gradient"),
+        ("missing backend", "metal"),
+        ("function of scores", "got `score_mod`"),
     ),
 )
 def test_impossible_calls_are_refused(world: World, name: str, message: str) -> None:
@@ -164,6 +178,36 @@ def test_a_rank_outside_of_the_group_is_told(world: World) -> None:
     first, second, third = world.errors(wrong_group)
     assert "members are served" in str(first) and "members are served" in str(second)
     assert "that rank 2 belongs to" in str(third)
+
+
+def failing_between_messages() -> None:
+    """Ranks that fail on different hops, such as for want of memory, and call again: messages are left over."""
+    group = dist.new_group(list(range(RANKS)))
+    x = torch.randn(1, 3, 8, 16)
+    original, calls = compute.forward, 0
+
+    def forward(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > (dist.get_rank() != 1):
+            dist.barrier()  # all messages of the first hop have arrived
+            raise MemoryError
+        return original(*args)
+
+    compute.forward = forward
+    try:
+        distributed.ring_attention(x, x, x, group=group, causal=False)
+    except MemoryError:
+        pass
+    finally:
+        compute.forward = original
+    distributed.ring_attention(x, x, x, group=group, causal=False)
+
+
+def test_messages_of_a_failed_call_are_not_taken_for_those_of_the_next(world: World) -> None:
+    for error in world.errors(failing_between_messages):
+        with pytest.raises(CommunicationError, match="earlier call failed between its messages; make a new group"):
+            _raise(error)
 
 
 def missing(kind: str) -> None:

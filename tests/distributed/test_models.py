@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import imports_attention
 import torch
 import torch.distributed as dist
 from cases import difference, mesh
@@ -18,6 +19,7 @@ from world import World, in_turn
 
 import aule
 import aule.distributed as distributed
+from aule.errors import InvalidArgumentError
 
 TOLERANCE = 1e-5
 
@@ -43,6 +45,57 @@ def test_scaled_dot_product_attention_in_the_context(worlds: Callable[[int], Wor
     for arguments in (("zigzag", False), ("striped", True)):
         for found in worlds(4).run(scaled_dot_product, *arguments):
             assert max(found) < TOLERANCE
+
+
+def attention_in_modules() -> list[float]:
+    """Modules that reach PyTorch's function by another name, or would take a fused kernel instead of it."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 32, batch_first=True).eval()
+    x = torch.randn(2, 32, 32)
+    heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+    with torch.no_grad():
+        wanted = imports_attention.attention(heads), layer(x)
+        shards = distributed.shard(heads), distributed.shard(x, dim=1)
+        with distributed.context_parallel():
+            found = imports_attention.attention(shards[0]), layer(shards[1])
+            with pytest.raises(InvalidArgumentError, match=r"expected to be called outside of .*context_parallel"):
+                aule.install()
+        assert torch.equal(imports_attention.attention(heads), wanted[0])
+        assert torch.backends.mha.get_fastpath_enabled()
+    whole = distributed.unshard(found[0]), distributed.unshard(found[1], dim=1)
+    return [difference(a, b) for a, b in zip(whole, wanted, strict=True)]
+
+
+def test_modules_in_the_context(worlds: Callable[[int], World]) -> None:
+    for found in worlds(2).run(attention_in_modules):
+        assert max(found) < TOLERANCE
+
+
+def compiled() -> list[float]:
+    """Functions of aule.distributed, and a model in the context, under torch.compile."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 32, 16) for _ in range(3))
+    wanted = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    shards = [distributed.shard(x) for x in (q, k, v)]
+
+    @torch.compile(backend="eager")
+    def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return distributed.ring_attention(2 * q, k, v, scale=0.125) + 1
+
+    @torch.compile(backend="eager")
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True) + 1
+
+    alone = model(*shards)  # compiled for this rank's rows alone
+    with distributed.context_parallel():
+        found = [ring(*shards), model(*shards)]
+    assert torch.equal(model(*shards), alone)
+    return [difference(distributed.unshard(x) - 1, wanted) for x in found]
+
+
+def test_compiled_functions(worlds: Callable[[int], World]) -> None:
+    for found in worlds(2).run(compiled):
+        assert max(found) < TOLERANCE
 
 
 def dtensors() -> list[float]:

@@ -108,7 +108,8 @@ def flex_attention(
     _check_shapes(query, key, value, enable_gqa)
     out, lse = end.flex_attention(query, key, value, score_mod, block_mask, scale, backend)
     if return_aux is not None:
-        largest = end.max_scores(query, key, score_mod, block_mask, scale) if getattr(return_aux, "max_scores", False) else None
+        wanted = getattr(return_aux, "max_scores", False)  # PyTorch's before 2.10 has no such field
+        largest = end.max_scores(query, key, score_mod, block_mask, scale) if wanted else None
         return out, AuxOutput(lse if return_aux.lse else None, largest)
     return (out, lse) if return_lse else out
 

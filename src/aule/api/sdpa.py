@@ -19,7 +19,7 @@ from aule.api.stats import DispatchStats
 from aule.api.types import A
 from aule.backends import registry
 from aule.engine import observe
-from aule.errors import BackendUnavailableError
+from aule.errors import BackendUnavailableError, InvalidArgumentError
 from aule.frontends import without_torch
 
 
@@ -126,6 +126,11 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
         registry.find(backend)
     with _lock:
         original = front_end.get_function()
+        if getattr(original, "__module__", None) == "aule.distributed.context":
+            raise InvalidArgumentError(
+                "[install] expected to be called outside of aule.distributed.context_parallel, got a call inside; "
+                "install before the context is entered, or not at all: inside aule computes all attention"
+            )
         if _now is not None and original is _now.ours:
             _now = _Installed(_now.original, _now.ours, backend, verbose)
             front_end.tag_graphs(True, backend)

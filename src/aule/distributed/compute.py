@@ -115,7 +115,7 @@ def forward(job: Job, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     options, lacking = _options(job, call)
     if call.block.offsets is not None:
         packed = _packed(call.block, options, q.device)
-        made: Any = varlen.Forward(_tokens(call.rows(q)), _tokens(k), _tokens(v), packed, True)
+        made: Any = varlen.Forward(_tokens(call.rows(q)), _tokens(k), _tokens(v), packed, job.training)
     else:
         made = parts.Forward(call.rows(q), k, v, options, call.origin, job.training)
     out, lse = _run(made)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.backends import mha
 from torch.nn import functional
 
 from aule.distributed.entry import attention
@@ -14,6 +15,7 @@ from aule.distributed.group import mesh_rings
 from aule.distributed.positions import check_balance
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.modes import called_by
+from aule.frontends.torch.sdpa.functions import replace_imports
 
 __all__ = ["context_parallel"]
 
@@ -45,7 +47,9 @@ def context_parallel(mesh: Any = None, *, balance: str = "zigzag") -> Iterator[N
     Inside, ``torch.nn.functional.scaled_dot_product_attention`` and transformers models with
     ``attn_implementation="aule"`` take their tensors for shards, as `shard` gives them. Everything else in a model
     works on rows and needs no change, except that positions must be those of the sequence: give `shard_positions` as
-    ``position_ids``. Run the backward pass inside, too, if layers are checkpointed. Functions of aule are unchanged.
+    ``position_ids``. Run the backward pass inside, too, if layers are checkpointed. Attention by other functions stays
+    that of this rank's rows alone: those of aule, ``flex_attention``, and ``torch.nn.MultiheadAttention`` with
+    ``need_weights=True``.
 
     Parameters
     ----------
@@ -57,13 +61,17 @@ def context_parallel(mesh: Any = None, *, balance: str = "zigzag") -> Iterator[N
     op = "context_parallel"
     check_balance(op, balance)
     mesh_rings(op, mesh)
-    before = functional.scaled_dot_product_attention
+    before, fused = functional.scaled_dot_product_attention, mha.get_fastpath_enabled()
     _active.append(Context(mesh, balance))
     functional.scaled_dot_product_attention = _scaled_dot_product_attention
+    replace_imports(before, _scaled_dot_product_attention)
+    mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
+        mha.set_fastpath_enabled(fused)
         functional.scaled_dot_product_attention = before
+        replace_imports(_scaled_dot_product_attention, before)
         _active.pop()
 
 

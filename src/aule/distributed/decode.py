@@ -9,16 +9,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aule.api.decode import decode_attention as decode_here
+from aule.api.names import unknown_option
 from aule.distributed import counting
 from aule.distributed.group import Ring, agree, device_of, guarded, ring_of
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.checks import require_plain
+from aule.frontends.torch.modes import outside_graphs
 from aule.frontends.torch.views import work_dtype
 from aule.ops.attention.validate import window_sides
 
 __all__ = ["decode_attention", "merge_states"]
 
+_OPTIONS = ("scale", "softcap", "backend")
+"""Passed on to each rank's own call. Others, such as functions of scores, would need positions of the whole cache."""
+_KNOWN = ("group", "context_lens", "causal", "window", "alibi_slopes", "sinks", "return_lse", *_OPTIONS)
 
+
+@outside_graphs
 def merge_states(out: Tensor, lse: Tensor, *, group: Any = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Merge results of all ranks over disjoint keys, in the order of the ranks.
 
@@ -81,6 +88,7 @@ def _merged(ring: Ring, out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple
     return merged.to(out.dtype), total.float()
 
 
+@outside_graphs
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -125,6 +133,9 @@ def decode_attention(
     call = _Decode(ring, q, (k, v), alibi_slopes, options)
 
     def check() -> dict[str, object]:
+        unknown = {name: x for name, x in options.items() if name not in _OPTIONS}
+        if unknown:
+            raise unknown_option(_KNOWN, unknown, op)
         call.check(context_lens, causal, window)
         if sinks is not None:
             require_plain(sinks, "sinks", op)

@@ -23,9 +23,9 @@ from aule.distributed.sharding import held_rows
 from aule.distributed.ulysses import Heads
 from aule.dtypes import shown
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
-from aule.frontends.torch.attention import Forward
+from aule.frontends.torch.attention import Forward, gradient_device
 from aule.frontends.torch.checks import checked_out, keyed, no_gradient, require_plain
-from aule.frontends.torch.modes import autocast, grad_enabled
+from aule.frontends.torch.modes import autocast, grad_enabled, outside_graphs
 from aule.frontends.torch.seeds import seed_on
 from aule.frontends.torch.views import view_on_device, view_on_host
 from aule.ops.attention.precision import checked_precision
@@ -47,6 +47,7 @@ class Keywords(AttentionKeywords, total=False):
     return_lse: bool
 
 
+@outside_graphs
 def ring_attention(
     q: Any,
     k: Any,
@@ -104,6 +105,7 @@ def ring_attention(
     return dtensor.call(op, (q, k, v), group, dict(options), run, cu_seqlens is not None)
 
 
+@outside_graphs
 def ulysses_attention(
     q: Any,
     k: Any,
@@ -143,6 +145,7 @@ def ulysses_attention(
     return dtensor.call(op, (q, k, v), group, dict(options), run, cu_seqlens is not None)
 
 
+@outside_graphs
 def attention(
     q: Any, k: Any, v: Any, *, mesh: Any = None, balance: str = "zigzag", cu_seqlens: Any = None,
     **options: Unpack[Keywords],
@@ -310,6 +313,8 @@ class _Call:
                 raise no_gradient(name, f"detach {name}, which has no gradient here", self.op)
         if self.differentiates and given.out is not None:
             raise no_gradient("out=", "leave out= out, or call it under torch.no_grad()", self.op)
+        if self.q.is_cpu:  # refuses NumPy, which has no gradients, and a backend that is missing here
+            gradient_device(self.q, given.backend, self.differentiates, False)
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
@@ -317,11 +322,11 @@ class _Call:
         """Compute the call; ``seed`` is drawn by the first rank."""
         given = self.options
         q, k, v = self._rotated()
-        permutation = None
+        rows, permutation = q.shape[2], None
         if self.ring.ranks == 1 and self.across.ranks > 1 and self.balance != "contiguous":
-            permutation = torch.from_numpy(order(self.balance, self.across.ranks, q.shape[2]))
+            permutation = torch.from_numpy(order(self.balance, self.across.ranks, rows))
         heads, key_heads = Heads(self.across, q.shape[1], k.shape[1], permutation), None
-        if k.shape[2] != q.shape[2] and permutation is not None:
+        if k.shape[2] != rows and permutation is not None:
             permutation = torch.from_numpy(order(self.balance, self.across.ranks, k.shape[2]))
             key_heads = Heads(self.across, q.shape[1], k.shape[1], permutation)
         words = None
@@ -329,8 +334,8 @@ class _Call:
             words = seed_on(seed if given.seed is None else given.seed, q.device)
         sinks = heads.own(given.sinks)
         options = given._replace(
-            mask=heads.scores(given.mask), bias=heads.scores(given.bias), sinks=None, seed=words, return_lse=True,
-            rope_cos=None, rope_sin=None, alibi_slopes=heads.own(given.alibi_slopes), out=None,
+            mask=heads.scores(given.mask, rows), bias=heads.scores(given.bias, rows), sinks=None, seed=words,
+            return_lse=True, rope_cos=None, rope_sin=None, alibi_slopes=heads.own(given.alibi_slopes), out=None,
         )  # fmt: skip
         job = Job(self.ring, self.positions, options, (heads.first, q.shape[1]), self.differentiates)
         q, k, v = heads.rows(q), (key_heads or heads).keys(k), (key_heads or heads).keys(v)

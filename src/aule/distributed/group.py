@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,21 @@ def guarded(ring: Ring) -> Iterator[None]:
         ) from error
 
 
+_broken: WeakSet[Any] = WeakSet()
+"""Groups in which a call has failed between its messages, which the next call would take for its own."""
+
+
+@contextmanager
+def messaging(ring: Ring) -> Iterator[None]:
+    """Exchange messages inside. After an error some are left over, so `agree` refuses the group from then on."""
+    try:
+        yield
+    except BaseException:
+        if ring.group is not None:
+            _broken.add(ring.group)
+        raise
+
+
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +172,11 @@ def agree(
     int or None
         The first rank's seed.
     """
+    if any(ring.group in _broken for ring in rings):  # not told to the others: messages in the way could block it
+        raise CommunicationError(
+            f"[{rings[0].op}] expected a group whose messages have all arrived, got one in which an earlier call "
+            "failed between its messages; make a new group with torch.distributed.new_group"
+        )
     error: Exception | None = None
     facts: dict[str, str] = {}
     try:

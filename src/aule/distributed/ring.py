@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aule.distributed import compute
 from aule.distributed.compute import Call, Job
-from aule.distributed.group import Messages, Ring
+from aule.distributed.group import Messages, Ring, messaging
 from aule.distributed.schedule import NOTHING, Hop, Span, schedule
 from aule.engine import observe
 from aule.frontends.torch.attention import Saved
@@ -79,11 +79,12 @@ def attend(job: Job, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> t
     """The output and log-sum-exp of this rank's rows, the latter in the type computed in."""
     state, hops = State(q, v), schedule(job.positions, job.ring.rank).hops
     journey = Journey(job.ring, hops, k, v)
-    for number, hop in enumerate(hops):
-        here = journey.next(number)
-        for call in compute.calls(job, hop, *q.shape[:2]):
-            state.merge(call, *compute.forward(job, call, q, *here.of(call)))
-    journey.messages.wait()
+    with messaging(job.ring):
+        for number, hop in enumerate(hops):
+            here = journey.next(number)
+            for call in compute.calls(job, hop, *q.shape[:2]):
+                state.merge(call, *compute.forward(job, call, q, *here.of(call)))
+        journey.messages.wait()
     return state.result(sinks)
 
 
@@ -217,7 +218,8 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
         saved = Saved(q, k, v, out, lse, dout.resolve_neg())
         with torch.no_grad(), observe.called_by(ctx.caller):
             made = Gradients(replace(ctx.job, options=options), saved, tuple(ctx.needs_input_grad[3:5]))
-            made.run()
+            with messaging(ctx.job.ring):
+                made.run()
             of_sinks = sink_gradient(saved, sinks) if ctx.needs_input_grad[5] else None
         found: list[Tensor | None] = [x.to(like.dtype) for x, like in ((made.dq, q), (made.dk, k), (made.dv, v))]
         for grad, like in zip(made.added, (mask, bias), strict=True):

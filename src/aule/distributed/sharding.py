@@ -13,6 +13,7 @@ from aule.distributed.group import Ring, agree, device_of, guarded, mesh_rings
 from aule.distributed.positions import Numbers, check_balance, check_length, order, rows
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.checks import require_plain
+from aule.frontends.torch.modes import outside_graphs
 from aule.ops.shared.checks import checked_integer
 
 __all__ = ["shard", "shard_positions", "unshard"]
@@ -117,6 +118,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
         return grad, None, None
 
 
+@outside_graphs
 def unshard(x: Tensor, *, group: Any = None, dim: int = -2, balance: str = "zigzag") -> Tensor:
     """Gather the rows of all ranks, in the order of the sequence; undoes `shard`.
 

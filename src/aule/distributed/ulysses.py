@@ -93,12 +93,12 @@ class Heads:
         """Select this rank's heads of ``[..., heads]``, which every rank has."""
         return x if x is None or self.ring.ranks == 1 else x[..., self.first : self.first + self.count]
 
-    def scores(self, x: Tensor | None) -> Tensor | None:
-        """All rows, for this rank's heads, of a mask or bias of which a rank has its rows."""
+    def scores(self, x: Tensor | None, rows: int) -> Tensor | None:
+        """All rows, for this rank's heads, of a mask or bias of which a rank has its ``rows``, or one for all rows."""
         if x is None or self.ring.ranks == 1:
             return x
         x = x[(None,) * (4 - x.ndim)]
-        if x.shape[ROWS] == 1:
+        if x.shape[ROWS] == 1 and rows != 1:
             return x if x.shape[HEADS] == 1 else x[:, self.first : self.first + self.count]
         if x.shape[HEADS] == 1:  # the same for all heads: every rank gets the rows of all others
             x = x.expand(-1, self.ring.ranks, -1, -1)

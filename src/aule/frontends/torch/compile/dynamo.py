@@ -52,3 +52,9 @@ installed = torch.compiler.allow_in_graph(_installed)
 flash_attention_varlen = torch.compiler.disable(entry.flash_attention_varlen)
 decode = torch.compiler.disable(entry.decode)
 """Packed batches and decoding have no operator: a graph ends before such a call, and the next begins after it."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def call_outside(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function between two graphs."""
+    return function(*args, **kwargs)
