@@ -74,11 +74,11 @@ def available() -> bool:
     return importlib.util.find_spec("ziglang") is not None
 
 
-def assembly(artifact: Artifact, arch: str) -> str:
+def assembly(artifact: Artifact, arch: str, options: Sequence[str] = ()) -> str:
     """The machine code of a kernel as text; a RuntimeError if the compiler refuses the source."""
     command = [sys.executable, "-m", "ziglang", "clang", "-x", "hip", "--cuda-device-only", "-nogpulib", "-nogpuinc"]
     command += [f"--offload-arch={arch}", "-O3", "-w", "-S", "-o", "-", "-"]
-    command += [f"-m{extension}" for extension in artifact.extensions]
+    command += [*(f"-m{extension}" for extension in artifact.extensions), *options]
     done = subprocess.run(command, input=artifact.text, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{artifact.entry} for {arch}: {done.stderr[:4000]}")
@@ -124,12 +124,19 @@ def problems() -> Iterator[Problem]:
     for dtype, dim, options in product(("f32", "f16", "bf16"), (64, 128), ("causal", "causal deterministic")):
         yield Problem("attention", "backward", f"{dtype} b1 h8x8 q2048 k2048 d{dim}", options)
     yield Problem("attention", "backward", "bf16 b1 h8x8 q2048 k2048 d256", "causal")
+    for op, options in (("forward", "causal"), ("backward", "causal")):
+        yield Problem("attention", op, "bf16 b1 h8x8 q2048 k2048 d512", options)
+    yield Problem("attention", "forward", "f16 b1 h8x8 q2048 k2048 d576x512", "")
+    for sizes in ("bf16 b1 h8x8 q2048 k2048 d64", "bf16 b1 h8x8 q2048 k2048 d128", "f32 b1 h8x8 q2048 k2048 d64"):
+        yield Problem("attention", "backward", sizes, "ds causal")
     yield Problem("attention", "forward", "bf16 b1 h8x8 q2048 k2048 d128", "rope causal")
     yield Problem("attention", "forward", "bf16 b2 h8x8 q2048 k2048 d128", "packed causal dropout")
     for options in ("", "page16", "page16 i8", "page16 e4m3"):
         yield Problem("decode", "decode", "bf16 b4 h32x8 n4096 d128", options)
     yield Problem("decode", "decode", "f32 b3 h6x2 n700 d40", "window softcap alibi sinks lse")
     yield Problem("decode", "decode", "f16 b2 h8x2 n512 d64 t100", "page16")
+    for options in ("page16", "page16 i8"):
+        yield Problem("decode", "decode", "bf16 b4 h16x1 n4096 d576x512", options)
     yield Problem("append", "kvcache", "bf16 b4 h8 t300 d128", "i8 rope")
     for op, sizes in (
         ("rms_norm", "2048x4096"), ("residual_layer_norm", "2048x4096"), ("swiglu", "512x11008"),

@@ -74,7 +74,7 @@ RDNA3_LAYOUTS: dict[int, tuple[FragmentLayout, FragmentLayout, FragmentLayout]] 
         FragmentLayout((0, 0, 0, 0, 0, 0), (1, 2, 4, 8, 0, 0), (1, 2, 4, 8), (0, 0, 0, 0)),
     ),
 }
-"""Layouts of v_wmma by wave size: accumulator, left factor, right factor (RDNA 3 ISA guide, 7.9).
+"""Layouts of v_wmma by wave size: accumulator, left factor, right factor (RDNA 3 ISA guide, 7.9; docs/lab/hip.md).
 
 Every 16 lanes hold a full copy of a factor. Used when compiling without a device; real devices are probed instead."""
 

@@ -54,7 +54,7 @@ size_t limit = (size_t)1 << 32, used;
 std::map<void*, size_t> allocations;
 std::map<void*, ihipModuleSymbol_t*> symbols;
 int live_modules, live_streams, live_events;
-thread_local int selected;
+thread_local int selected, last;  // last: the error that hipGetLastError tells, as ROCm 7 keeps it
 
 int called(const char* name)
 {
@@ -63,7 +63,7 @@ int called(const char* name)
         const int code = fail_code;
         fail_code = 0;
         if (code >= 700) sticky = code;
-        return code;
+        return last = code;
     }
     return 0;
 }
@@ -95,6 +95,7 @@ void standin_recover() { sticky = 0, fail_code = 0; }
 void standin_devices(int count) { devices = count; }
 void standin_memory(size_t bytes) { limit = bytes; }
 size_t standin_memory_used() { return used; }
+int standin_last() { return last; }
 int standin_live() { return live_modules + live_streams + live_events; }
 void standin_capture(hipStream_t stream, int on) { stream->capturing = on; }
 
@@ -117,6 +118,7 @@ const char* hipGetErrorName(hipError_t error)
     }
 }
 const char* hipGetErrorString(hipError_t) { return "what happened"; }
+hipError_t hipGetLastError() { const int code = last; last = 0; return (hipError_t)code; }
 hipError_t hipGetDeviceCount(int* count) { ENTER *count = devices; return ok; }
 hipError_t hipGetDevice(int* device) { ENTER *device = selected; return ok; }
 hipError_t hipSetDevice(int device) { ENTER if (device < 0 || device >= devices) return no_device; selected = device; return ok; }
@@ -141,7 +143,7 @@ hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute, int
     case 72: *value = 65536; return ok;
     case 74: case 10002: *value = model.shared; return ok;
     case 87: *value = model.wave; return ok;
-    default: return invalid;
+    default: return last = invalid, invalid;
     }
 }
 hipError_t hipGetDeviceProperties(hipDeviceProp_t* properties, int device)
@@ -159,7 +161,7 @@ hipError_t hipDeviceSynchronize() { WORK return ok; }
 hipError_t hipMalloc(void** pointer, size_t bytes)
 {
     WORK
-    if (used + bytes > limit || posix_memalign(pointer, 4096, bytes)) return memory;
+    if (used + bytes > limit || posix_memalign(pointer, 4096, bytes)) return last = memory, memory;
     std::memset(*pointer, 0xA5, bytes);
     allocations[*pointer] = bytes;
     used += bytes;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import devices
 import fused_cases
+import grid
 import kvcache_cases
 import numpy as np
 import pytest
@@ -22,9 +23,12 @@ import test_score_functions
 import test_varlen
 from rope_cases import judge as judge_rope
 
+from aule.engine.attention import forward_on_host
 from aule.engine.probe import find_layout
 from aule.ir import Builder
 from aule.ir.types import f16, f32, u32
+from aule.ops.attention.plan.tiles import choose_fragments
+from aule.ops.attention.reference import compare
 from aule.ops.decode.sequences import E4M3
 from aule.render import hip
 from aule.runtime.base import Device
@@ -88,6 +92,27 @@ def test_forward_grid(arch: str, number: int) -> None:
 )
 def test_gradient_grid(arch: str, number: int) -> None:
     test_backward.judge(need(arch), test_backward.CASES[number])
+
+
+WIDE = grid.forward_grid("wide")
+
+
+@pytest.mark.parametrize(("arch", "number"), [("gfx942", 16), ("gfx1100", 22)])
+def test_wide_heads(arch: str, number: int) -> None:
+    """Subgroups of 64 and of 32 lanes that share rows."""
+    device, case = need(arch), WIDE[number]
+    inputs = grid.make_inputs(case, seed=1)
+    problem, operands = grid.case_problem(case, inputs)
+    out, lse = forward_on_host(problem, operands, device)
+    verdict = compare(problem, out, lse, grid.expected(case, inputs))
+    assert verdict, verdict.message
+    shape = choose_fragments(device.target, case.dtype, case.head_dim, case.value_dim, masked=True, strided=True)
+    assert shape is not None and shape.depth_parts > 1
+
+
+@pytest.mark.parametrize(("arch", "number"), [("gfx942", 22)])
+def test_gradients_of_wide_heads(arch: str, number: int) -> None:
+    test_backward.judge(need(arch), WIDE[number])
 
 
 @pytest.mark.parametrize(

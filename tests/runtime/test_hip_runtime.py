@@ -174,8 +174,10 @@ class TestDevices:
         assert rdna.driver == "HIP 6.3.42131, hiprtc 6.3"
         assert (rdna.subgroup_sizes, cdna.subgroup_sizes) == ((32,), (64,))
         assert rdna.max_shared_bytes == 65536 and found["gfx950"].target.max_shared_bytes == 163840
-        assert rdna.compute_units == 48 and rdna.max_threads == 1024
-        assert rdna.max_grid[0] * rdna.max_threads < 2**32
+        assert rdna.compute_units == 48 and rdna.max_threads == 1024  # pairs, as of an RX 7900 XTX with 96
+        assert (rdna.shared_per_unit, rdna.registers_per_unit) == (128 << 10, 4 * 32 * 1536)
+        assert (cdna.shared_per_unit, cdna.registers_per_unit) == (64 << 10, 4 * 64 * 512)
+        assert rdna.max_grid[0] * rdna.max_threads < 2**32 and rdna.max_grid[1:] == (65535, 65535)
         assert rdna.matrix_units and cdna.matrix_units and not found["gfx1030"].target.matrix_units
         assert rdna.matrix_layout is None, "layouts are probed"
         assert found["gfx1151"].target.unified_memory and not cdna.unified_memory
@@ -323,6 +325,22 @@ class TestFailures:
         assert caught.value.requested_bytes == 16 << 20
         device.free(kept)
         device.alloc(1)
+
+    def test_errors_are_not_left_for_pytorch(self, libraries: Libraries, device: HipDevice) -> None:
+        """ROCm 7 keeps a thread's last error, which PyTorch asks for after its own launches."""
+        x = np.ones(4, np.float32)
+        libraries.fail("hipModuleLaunchKernel", 1)
+        with pytest.raises(LaunchError):
+            scaled(device, x, 2.0)
+        assert not libraries.runtime.standin_last()
+        libraries.runtime.standin_memory(8 << 20)
+        device.free(device.alloc(3 << 20))
+        device.free(device.alloc(6 << 20))  # refused at first
+        assert not libraries.runtime.standin_last()
+        with pytest.raises(OutOfMemoryError):
+            device.alloc(16 << 20)
+        assert not libraries.runtime.standin_last()
+        assert device._driver.attribute(1, 9876) == 0 and not libraries.runtime.standin_last()
 
     def test_lost(self, libraries: Libraries) -> None:
         device = libraries.devices()[1]

@@ -53,7 +53,7 @@ def find_layout(device: Device) -> None:
 def _candidates(target: Target) -> Iterator[tuple[Target, int]]:
     """Yield Targets with a fragment shape, and the lanes of a subgroup, in order of preference."""
     shaped = (replace(target, matrix_shape=shape) for shape in _SHAPES)
-    candidate = next((t for t in shaped if has_units(t, "f16")), None)
+    candidate = next((t for t in shaped if has_units(t, "f16") or has_units(t, "bf16")), None)
     if candidate is None:
         return
     # With 64 lanes, RDNA 3 holds four copies of a factor instead of two. Intel's units have a lane for each column.

@@ -118,15 +118,15 @@ def _mask(name: str) -> int:
 
 
 def _shuffle(wave: int, arch: str) -> str:
-    read = "__builtin_amdgcn_ds_bpermute(lane * 4, {})"
-    result = read.format("word")
+    words, result = "word = bits<i32>(x), near = __builtin_amdgcn_ds_bpermute(lane * 4, word)", "near"
     if wave == 64 and generation(arch) > 9:
-        # The crossbar stays within 32 lanes there. The other half comes by a swap of both.
-        far = read.format("__builtin_amdgcn_permlane64(word)")
-        result = f"((lane ^ lane_id()) & 32) == 0 ? {result} : {far}"
+        # The crossbar stays within 32 lanes there. The other half comes by a swap of both. All lanes read both: in a
+        # branch, lanes could not read from those that take the other one.
+        words += ",\n        far = __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_amdgcn_permlane64(word))"
+        result = "(lane ^ lane_id()) & 32 ? far : near"
     return (
         "template <class T> AULE_DEVICE T shuffle(T x, i32 lane)\n"
-        f"{{\n    i32 word = bits<i32>(x);\n    return bits<T>({result});\n}}"
+        f"{{\n    i32 {words};\n    return bits<T>({result});\n}}"
     )
 
 
@@ -278,28 +278,13 @@ AULE_DEVICE f32 circular(f32 x, i32 quarter)
 _FENCE = '__builtin_amdgcn_fence({}, "{}"{});'
 
 
-def _barrier() -> str:
-    everything, shared = (
-        [_FENCE.format(order, "workgroup", space) for order in ("__ATOMIC_RELEASE", "__ATOMIC_ACQUIRE")]
-        for space in ("", ', "local"')
-    )
+def _barrier(name: str, before: str, after: str, space: str = "") -> str:
     return f"""
-AULE_DEVICE void barrier_global()
+AULE_DEVICE void {name}()
 {{
-    {everything[0]}
+    {_FENCE.format("__ATOMIC_RELEASE", before, space)}
     __builtin_amdgcn_s_barrier();
-    {everything[1]}
-}}
-// Of shared memory alone: loads from global memory stay in flight. Compilers before 20 cannot say that.
-AULE_DEVICE void barrier()
-{{
-#if __clang_major__ >= 20
-    {shared[0]}
-    __builtin_amdgcn_s_barrier();
-    {shared[1]}
-#else
-    barrier_global();
-#endif
+    {_FENCE.format("__ATOMIC_ACQUIRE", after, space)}
 }}"""
 
 
@@ -372,7 +357,14 @@ AULE_DEVICE i32 group_id_z() { return __builtin_amdgcn_workgroup_id_z(); }""",
 AULE_DEVICE i32 group_count_x(u32 threads) { return __builtin_amdgcn_grid_size_x() / threads; }
 AULE_DEVICE i32 group_count_y(u32 threads) { return __builtin_amdgcn_grid_size_y(); }
 AULE_DEVICE i32 group_count_z(u32 threads) { return __builtin_amdgcn_grid_size_z(); }""",
-    "barrier": _barrier(),
+    # Each wave waits for its own stores. A fence of the workgroup would not on gfx9, so that another wave, which
+    # releases them to the device behind the barrier, could be too early (github.com/llvm/llvm-project/pull/161638).
+    "barrier_global": _barrier("barrier_global", "agent", "workgroup"),
+    # Of shared memory alone: loads from global memory stay in flight. Compilers before 20 cannot say that.
+    "barrier": f"""
+#if __clang_major__ >= 20{_barrier("barrier", "workgroup", "workgroup", ', "local"')}
+#else{_barrier("barrier", "workgroup", "workgroup")}
+#endif""",
     "subgroup_barrier": f"""
 AULE_DEVICE void subgroup_barrier()
 {{

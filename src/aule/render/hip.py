@@ -259,8 +259,7 @@ class _Hip(FragmentPrinter):
         return super().unroll(count) or ["#pragma nounroll"]
 
     def barrier(self, global_memory: bool) -> list[str]:
-        self._functions.add("barrier")
-        return [f"aule::barrier{'_global' if global_memory else ''}();"]
+        return [f"{self.function('barrier_global' if global_memory else 'barrier').text};"]
 
     def subgroup_barrier(self) -> str:
         return f"{self.function('subgroup_barrier').text};"

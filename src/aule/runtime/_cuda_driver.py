@@ -155,6 +155,9 @@ class Driver(StreamDriver):
         self.api.error_text(code, ctypes.byref(text))
         return f"{name.value.decode()} ({code}: {(text.value or b'').decode(errors='replace')})"
 
+    def forget_error(self) -> None:
+        """Nothing to do: CUDA's driver keeps no error, and its runtime, which does, is not called."""
+
 
 _drivers: dict[str | None, Driver] = {}
 _drivers_lock = threading.Lock()

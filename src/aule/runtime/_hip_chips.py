@@ -10,6 +10,8 @@ DEFAULT = "gfx942"
 """The instruction set that kernels are shown for without a device."""
 _LDS = 64 << 10
 _MATRIX = ("gfx908", "gfx90a", "gfx942", "gfx950")
+_FLUSHES = "gfx90a:f16"
+"""Its matrix units set subnormal numbers to zero (AMD, "MI200 MFMA behavior"): weights below 2^-14 would be lost."""
 _ADDS_FLOATS = ("gfx90a", "gfx942", "gfx950")
 """Those of gfx9 with an atomic addition of fp32 that returns the old number."""
 _LARGE_FILE = ("gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201")
@@ -31,11 +33,12 @@ def chip(arch: str) -> Target:
     version = int(name[3:-2])
     lanes = 64 if version == 9 else 32
     layouts = _layouts(name, version)
+    shared = 160 << 10 if name == "gfx950" else _LDS
     target = Target(
         "hip", f"generic {name}", "amd", arch=name, subgroup_size=lanes, subgroup_sizes=(lanes,), max_threads=1024,
-        max_shared_bytes=160 << 10 if name == "gfx950" else _LDS, max_grid=(2**31 - 1, 65535, 65535), max_buffers=256,
-        max_buffer_bytes=1 << 40, offset_alignment=1, registers_per_unit=_registers(name, version),
-        shared_per_unit=160 << 10 if name == "gfx950" else _LDS, f16=True, f64=True, int64=True, storage16=True,
+        max_shared_bytes=shared, max_grid=(2**31 - 1, 65535, 65535), max_buffers=256, max_buffer_bytes=1 << 40,
+        offset_alignment=1, registers_per_unit=_registers(name, version),
+        shared_per_unit=shared * (1 if version == 9 else 2), f16=True, f64=True, int64=True, storage16=True,
         storage8=True, e4m3=name == "gfx950" or version == 12, device_fence=True,
         atomic_f32_add=name in _ADDS_FLOATS or version >= 11,
     )  # fmt: skip
@@ -44,7 +47,7 @@ def chip(arch: str) -> Target:
     results, left, right = layouts
     return replace(
         target,
-        matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"),
+        matrix_units=tuple(f"m16n16k16:{elem}:f32" for elem in ("f16", "bf16") if f"{name}:{elem}" != _FLUSHES),
         matrix_layout=results,
         matrix_factors=(left, right),
         matrix_right=right,
@@ -58,7 +61,7 @@ def _layouts(name: str, version: int) -> tuple[FragmentLayout, FragmentLayout, F
 
 
 def _registers(name: str, version: int) -> int:
-    """Vector registers of a compute unit: of its SIMDs (4 of 64 lanes, RDNA: 2 of 32)."""
+    """Vector registers of a unit: of its 4 SIMDs. On RDNA, HIP counts pairs of compute units, which share memory."""
     if version == 9:
         return (512 if name in _ADDS_FLOATS else 256) * 64 * 4
-    return (1536 if name in _LARGE_FILE else 1024) * 32 * 2
+    return (1536 if name in _LARGE_FILE else 1024) * 32 * 4

@@ -20,6 +20,7 @@ FUNCTIONS: Table = {
     "driver_version": ("hipRuntimeGetVersion", PTR),
     "error_name": ("hipGetErrorName", INT),
     "error_text": ("hipGetErrorString", INT),
+    "last_error": ("hipGetLastError",),
     "device_count": ("hipGetDeviceCount", PTR),
     "device_name": ("hipDeviceGetName", PTR, INT, INT),
     "device_memory": ("hipDeviceTotalMem", PTR, INT),
@@ -143,8 +144,13 @@ class Driver(StreamDriver):
         super().__init__()
 
     def describe(self, code: int) -> str:
+        self.forget_error()
         name, text = self.api.error_name(code), self.api.error_text(code)
         return f"{_decoded(name) or 'HIP error'} ({code}: {_decoded(text)})"
+
+    def forget_error(self) -> None:
+        # PyTorch asks for it after its own launches, and would raise ours.
+        self.api.last_error()
 
     def arch(self, device: int) -> str:
         """Return the instruction set of a device with its settings, such as ``gfx90a:sramecc+:xnack-``."""
@@ -207,22 +213,24 @@ def read_target(driver: Driver, device: int, arch: str) -> Target:
             f"[hip] expected gfx9 to gfx12, got {arch} ({name}); hide it with HIP_VISIBLE_DEVICES",
         )
     threads, wave = attribute("MaxThreadsPerBlock"), attribute("WarpSize")
+    chip = _hip_chips.chip(arch)
     grid_x, grid_y, grid_z = (attribute(f"MaxGridDim{axis}") for axis in "XYZ")
     return replace(
-        _hip_chips.chip(arch),
+        chip,
         name=name,
         driver=driver.version,
         subgroup_size=wave,
         subgroup_sizes=(wave,),
         max_threads=threads,
         max_shared_bytes=attribute("MaxSharedMemoryPerBlock"),
-        # HIP counts threads along an axis in 32 bits.
-        max_grid=(min(grid_x, (2**32 - 1) // threads), grid_y, grid_z),
+        # HIP counts threads along an axis in 32 bits. Numbers of workgroups along y and z have 16 bits on gfx12.
+        max_grid=(min(grid_x, (2**32 - 1) // threads), min(grid_y, 65535), min(grid_z, 65535)),
         max_buffer_bytes=memory,
         memory_bytes=memory,
         l2_bytes=attribute("L2CacheSize"),
         compute_units=attribute("MultiprocessorCount"),
-        shared_per_unit=attribute("MaxSharedMemoryPerMultiprocessor"),
+        # HIP tells it of one compute unit, also where it counts pairs.
+        shared_per_unit=attribute("MaxSharedMemoryPerMultiprocessor") * (chip.shared_per_unit // chip.max_shared_bytes),
         unified_memory=bool(attribute("Integrated")),
         # The engine probes layouts before it uses the documented ones.
         matrix_layout=None,

@@ -100,9 +100,11 @@ class StreamDevice(Device):
         address = DEV()
         code = self._api.memory_allocate(ctypes.byref(address), size)
         if code == OUT_OF_MEMORY:
+            self._driver.forget_error()
             self._release_cached()
             code = self._api.memory_allocate(ctypes.byref(address), size)
         if code == OUT_OF_MEMORY:
+            self._driver.forget_error()
             free, total = self.memory_info()
             raise OutOfMemoryError(
                 f"[{self.target.backend}] expected {nbytes} bytes of device memory, got none: {free} of {total} bytes "

@@ -87,12 +87,18 @@ class StreamDriver(ABC):
     def describe(self, code: int) -> str:
         """Return the driver's name and text for an error code."""
 
+    @abstractmethod
+    def forget_error(self) -> None:
+        """Clear the error that the driver keeps for this thread, if it keeps any."""
+
     def attribute(self, device: int, attribute: int) -> int:
         """Return a number that describes a device; 0 if an old driver does not know it."""
         value = INT()
         code = self.api.device_attribute(ctypes.byref(value), attribute, device)
         if code not in (0, INVALID_VALUE):
             raise self.probe_error(code, "an attribute of the device")
+        if code:
+            self.forget_error()
         return 0 if code else value.value
 
     def probe_error(self, code: int, expected: str) -> AuleError:
