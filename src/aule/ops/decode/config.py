@@ -214,7 +214,58 @@ class LatentShape:
         return 2 * halves + 4 * scores + 8 * self.rows + 2 * 8 * self.keys
 
 
-AnyShape = DecodeShape | FragmentDecodeShape | LatentShape
+@dataclass(frozen=True)
+class LatentWarpgroupShape:
+    """Layout of a workgroup that decodes latents with products of warpgroups (`aule.ops.decode.warpgroup.latent`).
+
+    Attributes
+    ----------
+    rows, keys : int
+        Query rows of a workgroup, and keys of a tile.
+    stages : int
+        Tiles in shared memory: a power of two.
+    crew_registers : tuple of int
+        Registers of a thread of each crew: of the one that computes scores, the one that only adds values, and the one
+        that copies.
+    """
+
+    engine: ClassVar = "warpgroup"
+    crew_threads: ClassVar = 128
+    lanes: ClassVar = 32
+
+    rows: int = 64
+    keys: int = 64
+    stages: int = 2
+    crew_registers: tuple[int, int, int] = (240, 208, 56)
+
+    @property
+    def threads(self) -> int:
+        return len(self.crew_registers) * self.crew_threads
+
+    @property
+    def registers(self) -> int:
+        """Registers of each thread at first."""
+        return sum(self.crew_registers) // len(self.crew_registers)
+
+    @property
+    def step(self) -> int:
+        """Keys of a workgroup's step."""
+        return self.keys
+
+    @property
+    def subgroup_step(self) -> int:
+        """Consecutive keys of a step: all of them."""
+        return self.keys
+
+    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory of a workgroup: queries, tiles, P, a number for each row, and mbarriers."""
+        halves = (self.rows + self.stages * self.keys) * head_dim + self.rows * self.keys
+        return 2 * halves + 4 * self.rows + 8 * (4 * self.stages + 2)
+
+
+AnyLatentShape = LatentShape | LatentWarpgroupShape
+"""Shapes of the kernels of latents on matrix units."""
+AnyShape = DecodeShape | FragmentDecodeShape | AnyLatentShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +391,7 @@ class LatentConfig(CacheConfig):
     """Kernels of latents on matrix units, one for each type of shape: the values are the first columns of the keys,
     which are read once. Here ``aligned`` concerns runs of eight for q, too."""
 
-    shape: LatentShape
+    shape: AnyLatentShape
 
     @property
     def stored(self) -> str:

@@ -7,22 +7,26 @@ those of every decoding kernel (`plan/decode.py`).
 from __future__ import annotations
 
 from aule import tuning
+from aule.ir.types import PANEL
 from aule.ops.attention.plan.layout import Layout
-from aule.ops.decode.config import LatentShape
+from aule.ops.attention.plan.scalars import folded
+from aule.ops.attention.problem import UNBOUNDED
+from aule.ops.decode.config import AnyLatentShape, LatentShape, LatentWarpgroupShape
 from aule.ops.decode.problem import DecodeProblem
 from aule.target import Target
 from aule.tile.fragment.arrangement import arrange
 from aule.tile.fragment.engine import multiplies
 from aule.tile.fragment.shape import RUN
+from aule.tile.warpgroup.engine import MOST_COLUMNS, has_warpgroups
 from aule.tuning import model
 
 OP = "decode.latent"
 
-SHAPES = {"fragment": LatentShape}
+SHAPES: dict[str, type[AnyLatentShape]] = {"fragment": LatentShape, "warpgroup": LatentWarpgroupShape}
 """Types of shapes by the ``kind`` of a record."""
 
 
-def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> LatentShape | None:
+def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> AnyLatentShape | None:
     """Choose the shape of a workgroup: the first record that fits. None if the values are not the first columns of the
     keys, if these are quantised or not aligned, or if no record fits."""
     if not problem.latent or problem.quantised or not multiplies(target, problem.dtype):
@@ -34,6 +38,8 @@ def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> Lat
     def fits(record: tuning.Record) -> bool:
         shape = _shape_of(record)
         fitting = model.fits(target, shape.threads, shape.shared_bytes(*dims))
+        if isinstance(shape, LatentWarpgroupShape) and not _suits_warpgroups(problem, layout, target, shape.rows):
+            return False
         return fitting and shape.lanes == arrange(target).lanes
 
     facts = {
@@ -49,5 +55,18 @@ def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> Lat
     return None if record is None else _shape_of(record)
 
 
-def _shape_of(record: tuning.Record) -> LatentShape:
+def _shape_of(record: tuning.Record) -> AnyLatentShape:
     return SHAPES[record.use["kind"]](**record.use["shape"])
+
+
+def _suits_warpgroups(problem: DecodeProblem, layout: Layout, target: Target, rows: int) -> bool:
+    """Whether the kernel over warpgroups serves a problem: rows of Q and of the cache can be copied, columns fill
+    panels, nothing is added to scores, and all rows of a workgroup keep the same keys."""
+    attention = problem.alone(problem.seq_q, problem.seq_kv)
+    columns = problem.head_dim % PANEL == 0 and problem.value_dim % (2 * PANEL) == 0
+    columns = columns and problem.value_dim <= 2 * MOST_COLUMNS
+    left, right = problem.limits
+    same_keys = right == UNBOUNDED or problem.seq_q == 1 or problem.group % rows == 0
+    plain = folded(attention) and not problem.sinks and left == UNBOUNDED and problem.mask_mod is None
+    copied = target.async_copies and all(layout.aligned("q", RUN)) and problem.total_q is None
+    return has_warpgroups(target, problem.dtype) and columns and same_keys and plain and copied
