@@ -388,10 +388,21 @@ class FragmentDecodeConfig(CacheConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig(CacheConfig):
-    """Kernels of latents on matrix units, one for each type of shape: the values are the first columns of the keys,
-    which are read once. Here ``aligned`` concerns runs of eight for q, too."""
+    """The kernel of latents on matrix units: the values are the first columns of the keys, which are read once. Here
+    ``aligned`` concerns runs of eight for q, too."""
 
-    shape: AnyLatentShape
+    shape: LatentShape
+
+    @property
+    def stored(self) -> str:
+        return self.cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentWarpgroupConfig(CacheConfig):
+    """The kernel of latents over warpgroups; ``aligned`` as in `LatentConfig`."""
+
+    shape: LatentWarpgroupShape
 
     @property
     def stored(self) -> str:

@@ -6,10 +6,36 @@ Such a product is computed three times, by ``kind``: of the finite numbers (0), 
 
 from __future__ import annotations
 
-from aule.ir import Builder, Value
-from aule.ir.types import Scalar, element, f32, u16, u32
-from aule.tile.common.math import EXPONENTS, NEG_INF
-from aule.tile.fragment.engine import Components
+from collections.abc import Callable
+
+from aule.ir import Builder, Value, Var
+from aule.ir.types import Scalar, Vector, element, f32, u16, u32
+from aule.tile.common.math import EXPONENTS, NEG_INF, overflowing
+from aule.tile.fragment.engine import Components, Fragments, FragmentTile
+from aule.tile.fragment.shape import RUN
+
+
+def multiply_nonfinite(
+    engine: Fragments,
+    tile: FragmentTile,
+    left: list[list[Value]],
+    right: Callable[[int, int], Value],
+    rewrite: Callable[[Callable[[Value], Value]], None],
+) -> None:
+    """``tile += left @ right`` as above; slow, and uniform. ``rewrite`` replaces each run of the right factor in shared
+    memory by a function of it."""
+    b = engine.b
+    with b.loop(0, 3, name="kind") as kind:
+        b.barrier()
+        rewrite(lambda run: sorted_out(b, engine.elem, run, kind))
+        b.barrier()
+        for j in range(len(tile.vars[0])):
+            part = [b.fragment_fill(engine.accumulator, 0.0) for _ in tile.vars]
+            for k, factors in enumerate(left):
+                factor = right(k, j)
+                part = [engine.multiply_add(factors[i], factor, x) for i, x in enumerate(part)]
+            for row, x in zip(tile.vars, part, strict=True):
+                row[j].value = added(engine, row[j].value, x, kind)
 
 
 def sorted_out(b: Builder, elem: Scalar, run: Value, kind: Value) -> Value:
@@ -40,3 +66,9 @@ def added(engine: Components, total: Value, part: Value, kind: Value) -> Value:
         more = b.select(b.eq(kind, 0), x, b.select(x > 0.0, infinite, b.const(0.0, f32)))
         parts.append(b.fragment_get(total, c) + more)
     return b.fragment_pack(engine.accumulator, parts)
+
+
+def check_finite(b: Builder, elem: Scalar, run: Value, found: Var) -> None:
+    """Set bits of ``found`` if a run of elements holds Inf or NaN."""
+    for word in b.unpack(b.bitcast(run, Vector(u32, RUN * elem.bits // 32))):
+        found.value = found.value | overflowing(b, word, elem)

@@ -8,12 +8,11 @@ A dropped key has a weight of zero, and zero times Inf or NaN is NaN. So V of ed
 
 from __future__ import annotations
 
-from aule.ir import Builder, Value, Var
-from aule.ir.types import Scalar, Vector, u32
+from aule.ir import Value, Var
+from aule.ir.types import u32
 from aule.ops.attention.fragment.forward_block import ForwardBlock
 from aule.ops.attention.fragment.tile_order import TilePlace
-from aule.tile.common.math import overflowing
-from aule.tile.fragment.shape import RUN
+from aule.tile.fragment.nonfinite import check_finite
 from aule.tile.fragment.transfer import Transfer
 
 
@@ -103,9 +102,3 @@ class TileMemory(ForwardBlock):
     def _check_own_values(self, v_at: Value, found: Var) -> None:
         """Set bits of ``found`` if V holds Inf or NaN in what this thread has fetched."""
         self.values.own_runs(v_at, lambda run: check_finite(self.b, self.engine.elem, run, found))
-
-
-def check_finite(b: Builder, elem: Scalar, run: Value, found: Var) -> None:
-    """Set bits of ``found`` if a run of elements holds Inf or NaN."""
-    for word in b.unpack(b.bitcast(run, Vector(u32, RUN * elem.bits // 32))):
-        found.value = found.value | overflowing(b, word, elem)

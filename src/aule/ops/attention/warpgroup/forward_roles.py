@@ -17,13 +17,13 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import PANEL, Role, i32, i64, u32, u64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.forward_block import ForwardBlock
-from aule.ops.attention.fragment.forward_memory import check_finite
 from aule.ops.attention.warpgroup.forward import Forward, State
 from aule.ops.scores.parameters import Parameters
 from aule.ops.shared.parameters import workgroup_number
 from aule.target import Target
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, factor_elem
+from aule.tile.fragment.nonfinite import check_finite
 from aule.tile.fragment.shape import FragmentShape
 from aule.tile.warpgroup.copier import Copier, CopierTransfer
 from aule.tile.warpgroup.engine import Warpgroups

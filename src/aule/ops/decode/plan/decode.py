@@ -24,9 +24,12 @@ from aule.ops.decode.config import (
     FragmentDecodeConfig,
     FragmentDecodeShape,
     LatentConfig,
+    LatentShape,
+    LatentWarpgroupConfig,
     LatentWarpgroupShape,
 )
 from aule.ops.decode.fragment.kernel import build_decode_fragment
+from aule.ops.decode.fragment.latent import build_latent
 from aule.ops.decode.plan.latent import choose_latent
 from aule.ops.decode.plan.prefill import few_tokens, page_scalars, plan_prefill
 from aule.ops.decode.plan.shapes import (
@@ -59,6 +62,7 @@ Combine = Literal["cluster", "last_workgroup", "second_launch"]
 _BUILDERS: dict[type[AnyShape], Callable[[Any, Target], KernelIR]] = {
     DecodeShape: build_decode,
     FragmentDecodeShape: build_decode_fragment,
+    LatentShape: build_latent,
     LatentWarpgroupShape: build_latent_warpgroup,
 }
 """Kernels by the type of their shape."""
@@ -308,10 +312,12 @@ def _configure(call: _Call, choice: _Choice) -> CacheConfig:
             page_shared=problem.page > 0 and problem.page % SIZE == 0,
             aligned=(q_aligned, True, True, o_aligned),
         )
-    if isinstance(shape, AnyLatentShape):
-        aligned = (*layout.aligned("q", RUN), True, True, o_aligned)
+    aligned = (*layout.aligned("q", RUN), True, True, o_aligned)
+    if isinstance(shape, LatentShape):
+        return LatentConfig(**options, shape=shape, aligned=aligned)
+    if isinstance(shape, LatentWarpgroupShape):
         together = problem.page > 0 and problem.page % SIZE == 0
-        return LatentConfig(**options, shape=shape, page_shared=together, aligned=aligned)
+        return LatentWarpgroupConfig(**options, shape=shape, page_shared=together, aligned=aligned)
     return DecodeConfig(
         **options,
         shape=shape,

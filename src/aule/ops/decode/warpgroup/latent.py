@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import Role, f32, i32
-from aule.ops.decode.config import LatentConfig, LatentWarpgroupShape
+from aule.ops.decode.config import LatentWarpgroupConfig
 from aule.ops.decode.result import Result
 from aule.ops.decode.simt.kernel import KERNEL_NAME
 from aule.ops.decode.variables import values
@@ -30,10 +30,10 @@ from aule.tile.fragment.shape import FragmentShape
 from aule.tile.warpgroup.engine import SUBGROUPS, PanelFactor, Warpgroups
 
 
-def build_latent_warpgroup(config: LatentConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
+def build_latent_warpgroup(config: LatentWarpgroupConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel of a configuration for a target with warpgroup products."""
     shape = config.shape
-    assert isinstance(shape, LatentWarpgroupShape) and not config.last_workgroup_combines and config.cluster == 1
+    assert not config.last_workgroup_combines and config.cluster == 1
     b = Builder(name, shape.threads, shape.lanes, shape.registers, arithmetic="quick")
     work = WorkRange(b, config)
     memory = Memory(b, config)

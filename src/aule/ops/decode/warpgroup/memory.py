@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, f32, u64
-from aule.ops.decode.config import LatentConfig, LatentWarpgroupShape
+from aule.ops.decode.config import LatentWarpgroupConfig
 from aule.tile.warpgroup.engine import PanelShape
 
 
@@ -65,8 +65,7 @@ class Memory:
         P and the factors are there; they have been used.
     """
 
-    def __init__(self, b: Builder, config: LatentConfig) -> None:
-        assert isinstance(config.shape, LatentWarpgroupShape)
+    def __init__(self, b: Builder, config: LatentWarpgroupConfig) -> None:
         shape = self.shape = config.shape
         self.b, self.config = b, config
         self.q_panels = PanelShape(shape.rows, config.head_dim)
