@@ -216,27 +216,33 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class LatentWarpgroupShape:
-    """Layout of a workgroup that decodes latents with products of warpgroups (`aule.ops.decode.warpgroup.latent`).
+    """Layout of a workgroup that decodes latents with products of warpgroups (`aule.ops.decode.warpgroup.latent`): 64
+    query rows, tiles of 64 keys, and three crews of four subgroups.
 
     Attributes
     ----------
-    rows, keys : int
-        Query rows of a workgroup, and keys of a tile.
     stages : int
         Tiles in shared memory: a power of two.
-    crew_registers : tuple of int
+    score_registers, value_registers, copy_registers : int
         Registers of a thread of each crew: of the one that computes scores, the one that only adds values, and the one
         that copies.
     """
 
     engine: ClassVar = "warpgroup"
-    crew_threads: ClassVar = 128
+    rows: ClassVar = 64
+    keys: ClassVar = 64
     lanes: ClassVar = 32
+    crew_threads: ClassVar = 128
 
-    rows: int = 64
-    keys: int = 64
     stages: int = 2
-    crew_registers: tuple[int, int, int] = (240, 208, 56)
+    score_registers: int = 240
+    value_registers: int = 208
+    copy_registers: int = 56
+
+    @property
+    def crew_registers(self) -> tuple[int, int, int]:
+        """Registers of a thread, by crew."""
+        return self.score_registers, self.value_registers, self.copy_registers
 
     @property
     def threads(self) -> int:
