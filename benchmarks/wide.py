@@ -1,10 +1,11 @@
 """Compares wide heads and latent attention on a GPU with their peers, in one run; results are checked before timing.
 
-    python benchmarks/wide.py [--csv FILE] [--backend vulkan] [--peers FOLDER]
+    python benchmarks/wide.py [--csv FILE] [--backend vulkan] [--peers FOLDER] [--latents] [--tune]
 
-bf16. Through CUDA: `aule.mla_decode` beside FlashMLA (one query token, pages of 64 keys), forward and backward of 512
-columns beside PyTorch's EFFICIENT_ATTENTION, and DeepSeek's prefill (192 columns, values of 128) beside cuDNN. Through
-Vulkan: the 512 columns alone, by device timestamps; the peer runs on CUDA. FlashMLA comes from ``--peers``, the folder
+bf16. ``--latents`` runs latent attention alone, and ``--tune`` also times other shapes of its kernel. Through CUDA:
+`aule.mla_decode` beside FlashMLA (one query token, pages of 64 keys), forward and backward of 512 columns beside
+PyTorch's EFFICIENT_ATTENTION, and DeepSeek's prefill (192 columns, values of 128) beside cuDNN. Through Vulkan: latent
+attention and the 512 columns, by device timestamps; the peers run on CUDA. FlashMLA comes from ``--peers``, the folder
 that `shared/tools/peers-bundle` makes; its schedule is made before it is timed, as one schedule serves all layers of a
 model. Shares of float64 are checked first: our error may be twice the peer's. Takes less than a minute.
 """
@@ -12,7 +13,10 @@ model. Shares of float64 are checked first: our error may be twice the peer's. T
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +26,20 @@ import torch
 import torch.nn.functional as F
 from forward import timed
 from result_file import written
+from row_cases import forget
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
+from aule import tuning
+from aule.backends import registry
+from aule.engine.memory import device_scratch
+from aule.engine.probe import find_layout
+from aule.engine.run import prepare
+from aule.ops.decode.config import LatentShape
+from aule.ops.decode.plan.decode import decode_views, plan_decode
+from aule.ops.decode.validate import decode_problem
+from aule.view import TensorView, contiguous_strides
 
 ROWS: list[dict[str, object]] = []
 DTYPE = torch.bfloat16
@@ -37,6 +51,15 @@ WIDE, PREFILL = ((2048, False), (2048, True), (8192, False), (8192, True)), ((20
 FLOOR = 4e-3
 """Errors, relative to the largest value, that are right whatever the peer's: half of bf16's last place."""
 REPEATS = 9
+SHAPES = tuple(
+    LatentShape(rows, keys, subgroups, parts, stages, registers)
+    for rows, keys, subgroups, parts, stages, registers in (
+        (16, 32, 4, 4, 2, 160), (16, 32, 8, 4, 2, 128), (16, 64, 8, 4, 2, 0), (16, 32, 4, 2, 2, 0),
+        (32, 32, 4, 4, 2, 240), (32, 32, 8, 4, 2, 0), (32, 64, 8, 4, 2, 0),
+        (64, 32, 8, 4, 2, 255), (64, 64, 8, 4, 1, 255), (64, 32, 16, 4, 2, 0),
+    )
+)  # fmt: skip
+"""What ``--tune`` tries; those that do not fit a device give the planner's choice."""
 
 
 def main() -> None:
@@ -44,15 +67,19 @@ def main() -> None:
     parser.add_argument("--csv")
     parser.add_argument("--backend", choices=("cuda", "vulkan"), default="cuda")
     parser.add_argument("--peers", default=".gpu/peers")
+    parser.add_argument("--latents", action="store_true")
+    parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
     torch.manual_seed(0)
     with written(args.csv, ROWS, device, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version()):
+        sys.path.insert(0, str(Path(args.peers).resolve()))
+        for batch, keys, heads in MLA:
+            decode(batch, keys, heads, args.backend, args.tune)
+        if args.latents:
+            return
         if args.backend == "cuda":
-            sys.path.insert(0, str(Path(args.peers).resolve()))
-            for batch, keys, heads in MLA:
-                decode(batch, keys, heads)
             for seq, causal in PREFILL:
                 prefill(seq, causal)
         for seq, causal in WIDE:
@@ -75,11 +102,11 @@ def check(name: str, error: float, theirs: float) -> None:
         raise SystemExit(f"{name}: wrong result, error {error:.1e} where the peer has {theirs:.1e}")
 
 
-def decode(batch: int, keys: int, heads: int) -> None:
+def decode(batch: int, keys: int, heads: int, backend: str, tune: bool) -> None:
     """One token of multi-head latent attention; FLOPS, or bytes of the cache where reading it takes longest."""
     import peers
 
-    name = f"mla {batch} x {keys}, {heads} heads"
+    name = f"mla {batch} x {keys}, {heads} heads" + (", vulkan" if backend == "vulkan" else "")
     pages = batch * keys // PAGE
     q = torch.randn(batch, heads, LATENT, device="cuda", dtype=DTYPE)
     cache = torch.randn(pages, PAGE, LATENT, device="cuda", dtype=DTYPE)
@@ -93,20 +120,73 @@ def decode(batch: int, keys: int, heads: int) -> None:
         pool = cache[:, :, None]
         return space.dense_decode_fwd(single, pool, VALUES, lens, tables, SCALE, True, schedule, splits, None)
 
-    def ours() -> Tensor:
-        return aule.mla_decode(q, cache, tables, lens, scale=SCALE, value_dim=VALUES)
-
     own = cache[tables[-1].long()].reshape(keys, LATENT).double()
     weights = torch.softmax(q[-1].double() @ own.T * SCALE, -1)
     wanted = weights @ own[:, :VALUES]
-    errors = [float((x.double() - wanted).abs().max() / wanted.abs().max()) for x in (ours()[-1], found[-1, 0])]
-    check(name, *errors)
-    del own, weights, wanted, found
+    del own, weights
+
+    def error_of(last: Tensor) -> float:
+        return float((last.double() - wanted).abs().max() / wanted.abs().max())
+
+    def cuda() -> tuple[float, float]:
+        def call() -> Tensor:
+            return aule.mla_decode(q, cache, tables, lens, scale=SCALE, value_dim=VALUES)
+
+        error = error_of(call()[-1])
+        check(name, error, peer_error)
+        return timed(call, REPEATS), error
+
+    def vulkan() -> tuple[float, float]:
+        seconds, last = latents_on("vulkan", {"q": q, "k": cache[:, :, None], "lens": lens, "tables": tables})
+        check(name, error_of(last), peer_error)
+        return seconds, error_of(last)
+
+    peer_error = error_of(found[-1, 0])
     schedule, splits = flashmla()[2:4]
-    seconds = timed(ours, REPEATS), timed(lambda: flashmla(schedule, splits), REPEATS)
+    theirs = timed(lambda: flashmla(schedule, splits), REPEATS), peer_error
     few = heads < 64
     work = float(cache.nbytes) if few else 2.0 * batch * heads * keys * (LATENT + VALUES)
-    add(name, work, "TB/s" if few else "TFLOPS", (seconds[0], errors[0]), "FlashMLA", (seconds[1], errors[1]))
+    measure, unit = cuda if backend == "cuda" else vulkan, "TB/s" if few else "TFLOPS"
+    add(name, work, unit, measure(), "FlashMLA", theirs)
+    for shape in SHAPES if tune else ():
+        forget()
+        try:
+            with tuning.trying(tuning.Record("decode.latent", {}, {"kind": "fragment", "shape": asdict(shape)})):
+                add(f"{name}, {shape}", work, unit, measure(), "FlashMLA", theirs)
+        except aule.AuleError as failed:
+            print(f"{name}, {shape}: {failed}", flush=True)
+    forget()
+
+
+def latents_on(backend: str, tensors: dict[str, Tensor]) -> tuple[float, Tensor]:
+    """Latent attention through the engine: seconds, and the result of the last sequence."""
+    device = registry.find(backend)
+    assert device is not None
+    find_layout(device)
+    views, memory = {}, {}
+    for name, x in tensors.items():
+        memory[name] = device.alloc(x.nbytes)
+        device.upload(memory[name], x.cpu().contiguous().view(torch.uint8).numpy())
+        dtype = "bf16" if x.dtype == DTYPE else "i32"
+        views[name] = TensorView(dtype, tuple(x.shape), contiguous_strides(tuple(x.shape)), backend, memory[name])
+    v = replace(views["k"], shape=(*views["k"].shape[:3], VALUES))
+    problem, operands = decode_problem(
+        "mla_decode", views["q"], views["k"], v, block_tables=views["tables"], context_lens=views["lens"],
+        scale=SCALE, latent=True,
+    )  # fmt: skip
+    memory["o"] = device.alloc(2 * math.prod(problem.out_shape))
+    out = TensorView("bf16", problem.out_shape, contiguous_strides(problem.out_shape), backend, memory["o"])
+    planned = plan_decode(problem, decode_views(operands, out), device.target)
+    memory |= {"v": memory["k"]} | {name: device.alloc(4 * count) for name, count in planned.workspace.items()}
+    shared = {name: device_scratch(device, words) for name, words in planned.scratch.items()}
+    launches = prepare(planned, device).launches(memory | shared)
+    seconds = statistics.median([device.time_launches(launches, 1) for _ in range(REPEATS + 3)][3:])
+    host = torch.empty(problem.out_shape, dtype=DTYPE)
+    device.download(memory["o"], host.view(torch.uint16).numpy())
+    for name, allocation in memory.items():
+        if name != "v":
+            device.free(allocation)
+    return seconds, host[-1, :, 0].cuda()
 
 
 def prefill(seq: int, causal: bool) -> None:

@@ -16,6 +16,7 @@ from aule.ops.attention.cpu.shapes import FORWARD, backward_shape, block_shape
 from aule.ops.attention.plan import tiles, tiles_backward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.decode.config import FragmentDecodeShape
+from aule.ops.decode.plan import latent
 from aule.ops.linear.config import DirectBlocks, FragmentBlocks, WarpgroupBlocks
 from aule.ops.rows.hints import RowTuning, SumTuning
 from aule.target import Target
@@ -53,7 +54,8 @@ def records(file: str) -> tuple[Record, ...]:
 def test_records_make_shapes(file: str) -> None:
     for record in records(file):
         if "shape" in record.use:
-            SHAPES[record.op](**record.use["shape"])
+            shape = latent.SHAPES[record.use["kind"]] if record.op == latent.OP else SHAPES[record.op]
+            shape(**record.use["shape"])
         if record.op in ("rows", "rows.norm", "glu"):
             RowTuning(**record.use)
         if record.op == "rows.sums":

@@ -17,6 +17,7 @@ from aule.ir.interpret import interpret
 from aule.ir.verify import verify
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.reference import compare
+from aule.ops.decode.config import AnyShape
 from aule.ops.decode.plan.decode import Combine, decode_views, plan_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.sequences import expect_decode
@@ -36,10 +37,12 @@ def run(
     target: Target,
     splits: int | None = None,
     combine: Combine | None = None,
+    chosen: AnyShape | None = None,
     **shape: int,
 ) -> tuple[Any, Any]:
     """Plan and interpret; returns the result and the log-sum-exp. Without ``combine`` the plan decides who combines
-    splits: the last workgroup where the target has fences, else a second launch."""
+    splits: the last workgroup where the target has fences, else a second launch. ``chosen`` is the shape, or ``shape``
+    what is different from the planner's."""
     out = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "device", None)
     views = decode_views(operands, out)
     for name, view in views.items():
@@ -49,7 +52,7 @@ def run(
     memory = {name: view.storage for name, view in views.items()}
     memory["o"] = np.zeros(problem.out_shape, STORED[problem.dtype])
     memory["lse"] = np.full(problem.out_shape[:3], -np.inf, np.float32)
-    plan = plan_decode(problem, views, target, splits=splits, combine=combine)
+    plan = plan_decode(problem, views, target, splits=splits, shape=chosen, combine=combine)
     if shape:
         own = replace(plan.steps[0].config.shape, **shape)
         plan = plan_decode(problem, views, target, splits=splits, shape=own, combine=combine)
@@ -66,7 +69,8 @@ def run(
             if p.kind == "buffer" and p.dtype == "u32":  # bytes that are read as words
                 given[i] = given[i].reshape(-1).view(np.uint32)
         layouts = layouts_of(target)
-        interpret(kernel, step.grid, given, subgroup_size=target.subgroup_size or 32, layouts=layouts)
+        lanes = kernel.subgroup_size or target.subgroup_size or 32
+        interpret(kernel, step.grid, given, subgroup_size=lanes, layouts=layouts)
     assert not any(words.any() for words in scratch.values())
     return memory["o"], memory["lse"]
 

@@ -194,6 +194,17 @@ class LatentShape:
         return self.subgroups // (self.depth_parts * self.row_parts)
 
     @property
+    def row_lanes(self) -> int:
+        """Neighbouring lanes that share a row's softmax."""
+        return self.threads // self.rows
+
+    @property
+    def possible(self) -> bool:
+        """Whether everything is divided evenly."""
+        even = self.rows * self.row_lanes == self.threads and self.key_parts * SIZE <= self.keys
+        return even and 0 < self.row_lanes <= min(self.lanes, self.keys // 2) and self.keys <= self.threads
+
+    @property
     def score_stride(self) -> int:
         """Numbers from one row of scores to the next in shared memory."""
         return self.keys + SCORE_PADDING

@@ -6,36 +6,11 @@ Such a product is computed three times, by ``kind``: of the finite numbers (0), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from aule.ir import Builder, Value, Var
 from aule.ir.types import Scalar, Vector, element, f32, u16, u32
 from aule.tile.common.math import EXPONENTS, NEG_INF, overflowing
-from aule.tile.fragment.engine import Components, Fragments, FragmentTile
+from aule.tile.fragment.engine import Components
 from aule.tile.fragment.shape import RUN
-
-
-def multiply_nonfinite(
-    engine: Fragments,
-    tile: FragmentTile,
-    left: list[list[Value]],
-    right: Callable[[int, int], Value],
-    rewrite: Callable[[Callable[[Value], Value]], None],
-) -> None:
-    """``tile += left @ right`` as above; slow, and uniform. ``rewrite`` replaces each run of the right factor in shared
-    memory by a function of it."""
-    b = engine.b
-    with b.loop(0, 3, name="kind") as kind:
-        b.barrier()
-        rewrite(lambda run: sorted_out(b, engine.elem, run, kind))
-        b.barrier()
-        for j in range(len(tile.vars[0])):
-            part = [b.fragment_fill(engine.accumulator, 0.0) for _ in tile.vars]
-            for k, factors in enumerate(left):
-                factor = right(k, j)
-                part = [engine.multiply_add(factors[i], factor, x) for i, x in enumerate(part)]
-            for row, x in zip(tile.vars, part, strict=True):
-                row[j].value = added(engine, row[j].value, x, kind)
 
 
 def sorted_out(b: Builder, elem: Scalar, run: Value, kind: Value) -> Value:

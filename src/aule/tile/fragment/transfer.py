@@ -174,3 +174,61 @@ class Transfer:
         may_lack = self.runs % self.engine.shape.threads and i >= self.count - self.together
         with self.b.if_(number < self.runs) if may_lack else nullcontext():
             f(row, col)
+
+
+class StripTransfer(Transfer):
+    """A transfer whose threads have a few rows each, and of these every ``across``-th run: a thread looks up few rows,
+    and its addresses have constant steps."""
+
+    def __init__(
+        self, engine: Mover, source: Matrix, rows: int, memory: Value, copies: bool, width: int, across: int
+    ) -> None:
+        super().__init__(engine, source, rows, memory, copies, width)
+        self._rows_at_once, self._along = engine.shape.threads // across, across * RUN
+        self._each_row = self.cols // self._along
+        self.row, run = divmod_const(self.b, engine.thread, across)
+        self.col = run * RUN
+        self.own = self.address(self.row, self.col)
+
+    @staticmethod
+    def across(cols: int, rows: int, threads: int) -> int:
+        """Threads along a row: a power of two, or 0 if threads and runs cannot be dealt out evenly."""
+        runs = padded(cols, SIZE) // RUN
+        fitting = [n for n in (32, 16, 8, 4) if runs % n == 0 and threads % n == 0 and rows % (threads // n) == 0]
+        return min(fitting, default=0, key=lambda n: abs(n - _USUAL_ACROSS))
+
+    def place(self, i: int | Value) -> tuple[Value, Value, Value]:
+        number = divmod_const(self.b, i, self._each_row) if isinstance(i, Value) else divmod(i, self._each_row)
+        row, run = number
+        return self.row + row * self._rows_at_once, self.col + run * self._along, self.engine.thread
+
+    def start(self, first: Value, target: Value, full: bool = False) -> None:
+        b, source = self.b, self.source
+        own = target + self.own
+        for i in range(self.count):
+            row, run = divmod(i, self._each_row)
+            if run == 0:
+                number = first + self.row + row * self._rows_at_once
+                start, exists = source.row_start(b, number), None
+                if not (full or source.in_bounds):
+                    exists = number < source.rows
+            col = self.col + run * self._along
+            if not self.direct:
+                self._keep(i, source.load_quad(b, start, col, self.cols, RUN))
+                continue
+            to = own + (row * self._rows_at_once * self.stride + run * self._along)
+            b.async_copy(self.memory, to, source.buffer, start + source.index(b, col), RUN, exists)
+        if self.direct:
+            b.async_commit()
+
+
+_USUAL_ACROSS = 8
+"""Threads along a row that read 128 bytes together."""
+
+
+def strips(engine: Mover, source: Matrix, rows: int, memory: Value, copies: bool, width: int) -> Transfer:
+    """A `StripTransfer` if threads and runs can be dealt out evenly, otherwise a `Transfer`."""
+    across = StripTransfer.across(source.cols, rows, engine.shape.threads)
+    if not across:
+        return Transfer(engine, source, rows, memory, copies, width)
+    return StripTransfer(engine, source, rows, memory, copies, width, across)

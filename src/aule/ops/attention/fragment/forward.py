@@ -22,7 +22,7 @@ from aule.target import Target
 from aule.tile.common.matrix import Matrix, divmod_const, padded
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile
-from aule.tile.fragment.nonfinite import check_finite, multiply_nonfinite
+from aule.tile.fragment.nonfinite import added, check_finite, sorted_out
 from aule.tile.fragment.partial_sums import PartialSums
 from aule.tile.fragment.rope import transfer_of
 from aule.tile.fragment.shape import RUN, row_stride
@@ -233,15 +233,19 @@ class FragmentForward(TileMemory):
 
     def _multiply_nonfinite(self, O: FragmentTile, factors: list[list[Value]], key0: Value, v_at: Value) -> None:
         """``O += P V`` where a key of weight zero adds nothing even if its value is Inf or NaN. Slow."""
-        engine, width = self.engine, self.engine.arrangement.width
+        b, engine, width = self.b, self.engine, self.engine.arrangement.width
         own = v_at + self._first_column(self.config.value_dim)
-        multiply_nonfinite(
-            engine,
-            O,
-            factors,
-            lambda k, j: engine.load_right(self.memory, own, self.v_stride, k * SIZE, j * width),
-            lambda of: self.values.rewrite(key0, v_at, of),
-        )
+        with b.loop(0, 3, name="kind") as kind:
+            b.barrier()
+            self.values.rewrite(key0, v_at, lambda run: sorted_out(b, engine.elem, run, kind))
+            b.barrier()
+            for j in range(len(O.vars[0])):
+                part = [b.fragment_fill(engine.accumulator, 0.0) for _ in O.vars]
+                for k in range(self.shape.block_kv // SIZE):
+                    right = engine.load_right(self.memory, own, self.v_stride, k * SIZE, j * width)
+                    part = [engine.multiply_add(factors[k][i], right, x) for i, x in enumerate(part)]
+                for row, x in zip(O.vars, part, strict=True):
+                    row[j].value = added(engine, row[j].value, x, kind)
 
     # -- rows of Q and O -------------------------------------------------------------------------------------------
 

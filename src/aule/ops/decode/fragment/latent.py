@@ -16,7 +16,6 @@ two tiles ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -28,12 +27,13 @@ from aule.ops.decode.simt.kernel import KERNEL_NAME
 from aule.ops.decode.work_range import QueryRow, WorkRange
 from aule.ops.softmax.online_softmax import LAG, follow
 from aule.target import Target
-from aule.tile.common.math import fold
+from aule.tile.common.math import fold, is_finite
 from aule.tile.common.matrix import QUAD, Matrix, divmod_const, padded
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile, fitted
-from aule.tile.fragment.nonfinite import check_finite, multiply_nonfinite
+from aule.tile.fragment.nonfinite import check_finite, sorted_out
 from aule.tile.fragment.shape import FragmentShape, row_stride
+from aule.tile.fragment.transfer import Transfer, strips
 
 _SCORES_AT_ONCE = 512
 """Scores of a subgroup that are computed together: enough products that do not wait for each other."""
@@ -63,7 +63,6 @@ class _Places:
     """Where the keys of two tiles begin in the pool, in shared memory. One thread looks up each key."""
 
     def __init__(self, work: WorkRange, shape: LatentShape, thread: Value) -> None:
-        assert shape.keys <= shape.threads
         self.work, self.b, self.keys, self.thread = work, work.b, shape.keys, thread
         self._memory = self.b.shared("places", work.index, 2 * shape.keys)
         self._found = self.b.var(self.b.const(0, work.index), "place")
@@ -132,9 +131,8 @@ class _Latent:
         self.first_row, self.first_key = row_part * self.score_rows, key_part * self.score_keys
         self.own_scores = (depth * shape.rows + self.first_row) * shape.score_stride + self.first_key
         # The row whose softmax this lane shares with its neighbours.
-        self.lanes = shape.threads // shape.rows
-        assert shape.rows * self.lanes == shape.threads and 2 * self.lanes <= shape.keys and self.lanes <= shape.lanes
-        self.row, self.lane = divmod_const(b, engine.subgroup * shape.lanes + engine.lane, self.lanes)
+        assert shape.possible, shape
+        self.row, self.lane = divmod_const(b, engine.subgroup * shape.lanes + engine.lane, shape.row_lanes)
 
     # -- the loop over keys --------------------------------------------------------------------------------------------
 
@@ -142,7 +140,7 @@ class _Latent:
         """Pass over the workgroup's keys and store its rows."""
         b, work = self.b, self.work
         self.places = None if work.pages is None else _Places(work, self.shape, self.engine.thread)
-        self.keys = self.engine.transfer(self._key_matrix(), self.shape.keys, self.memory, width=self.width)
+        self.keys = self._transfer(self._key_matrix(), self.shape.keys)
         row = work.query_row(self.row)
         O = self.engine.tile(self.shape.rows, self.columns)
         with b.if_(work.first < work.end):
@@ -159,6 +157,9 @@ class _Latent:
         if self.config.next_launch_overlaps:
             b.launch_next()
         self._finish(row, O)
+
+    def _transfer(self, source: Matrix, rows: int) -> Transfer:
+        return strips(self.engine, source, rows, self.memory, self.engine.copies, self.width)
 
     def _key_matrix(self) -> Matrix:
         keys = replace(self.work.k, rows=self.work.end)
@@ -181,7 +182,7 @@ class _Latent:
         """This subgroup's columns of its rows of Q as left factors; they pass through the memory of tiles."""
         b, work, engine = self.b, self.work, self.engine
         source = _QueryRows(**vars(replace(work.q, rows=work.rows - work.row0)), work=work)
-        transfer = engine.transfer(source, self.shape.rows, self.memory, width=self.width)
+        transfer = self._transfer(source, self.shape.rows)
         zero = b.const(0, i32)
         transfer.clear_padding(zero, 1)
         transfer.start(zero, zero)
@@ -215,7 +216,7 @@ class _Latent:
         with b.if_(b.workgroup_any(rescaled)):
             alphas = self._row_factors(0)
             O.map(lambda x, r, c: x * alphas[r])
-        self._add_values(O, at, start, turn, nonfinite)
+        self._add_values(O, at, nonfinite)
         if self.places is not None:
             self._find_next(start, turn)
         if shape.stages == 1:
@@ -263,9 +264,9 @@ class _Latent:
         """Make P of this lane's share of its row; returns whether the row of O is to be rescaled."""
         b, engine, shape = self.b, self.engine, self.shape
         b.comment("online softmax: P = exp2(S - m), l = l + sum P")
-        share = shape.keys // self.lanes
+        share = shape.keys // shape.row_lanes
         width = min(QUAD, share)
-        columns = [self.lane * width + i for i in range(0, shape.keys, self.lanes * width)]
+        columns = [self.lane * width + i for i in range(0, shape.keys, shape.row_lanes * width)]
         scale = self.work.p.number("scale", f32)
         S: list[Var] = []
         for column in columns:
@@ -309,34 +310,45 @@ class _Latent:
     def reduce_rows(self, kind: str, partial: list[Value]) -> list[Value]:
         """As `RowEngine` has it: over the lanes that share a row."""
         mask = 1
-        while mask < self.lanes:
+        while mask < self.shape.row_lanes:
             partial = [self.b.binary(kind, x, self.b.shuffle_xor(x, mask)) for x in partial]
             mask *= 2
         return partial
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def _add_values(self, O: FragmentTile, at: Value, start: Value, turn: Value, nonfinite: Value) -> None:
+    def _add_values(self, O: FragmentTile, at: Value, nonfinite: Value) -> None:
         b, engine, shape = self.b, self.engine, self.shape
-        b.comment("O = O + P V")
-        zero, depth = b.const(0, i32), shape.keys // SIZE
         own, rows = at + self.first_column, range(0, shape.rows, engine.arrangement.height)
+        with b.if_(nonfinite):
+            self._add_nonfinite(O, own)
+            b.barrier()
+            self.keys.rewrite_own(at, lambda run: sorted_out(b, engine.elem, run, b.const(0, i32)))
+            b.barrier()
+        b.comment("O = O + P V")
 
         def weights(k: int) -> list[Value]:
-            return [engine.load_left(self.weights, zero, self.weight_stride, row, k * SIZE) for row in rows]
+            return [engine.load_left(self.weights, b.const(0, i32), self.weight_stride, row, k * SIZE) for row in rows]
 
         def values(k: int, j: int) -> Value:
             return engine.load_right(self.memory, own, self.stride, k * SIZE, j * engine.arrangement.width)
 
-        def rewrite(of: Callable[[Value], Value]) -> None:
-            if self.places is not None:
-                self.places.turn.value = turn
-            self.keys.rewrite(start, at, of)
+        engine.multiply(O, weights, values, shape.keys // SIZE)
 
-        with b.if_(nonfinite):
-            multiply_nonfinite(engine, O, [weights(k) for k in range(depth)], values, rewrite)
-        with b.else_():
-            engine.multiply(O, weights, values, depth)
+    def _add_nonfinite(self, O: FragmentTile, at: Value) -> None:
+        """Add Inf and NaN, one key after the other, to rows where their weights are not zero. The caller then replaces
+        them by zeros, as zero times either would be NaN. Slow."""
+        b = self.b
+        with b.loop(0, self.shape.keys, name="key") as key:
+            values = O.values()
+            line = at + key * self.stride
+            columns = [b.cast(b.load(self.memory, line + O.col(c)), f32) for c in range(len(values[0]))]
+            for r, row in enumerate(values):
+                weight = b.cast(b.load(self.weights, O.row(r) * self.weight_stride + key), f32)
+                matters = b.ne(weight, 0.0)
+                for c, x in enumerate(columns):
+                    row[c] = b.select(matters & ~is_finite(b, x), row[c] + weight * x, row[c])
+            O.assign(values)
 
     def _row_factors(self, first: int) -> list[Value]:
         """The numbers in ``factors``, from ``first`` on, of the rows of O that this lane holds elements of."""

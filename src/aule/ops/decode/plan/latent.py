@@ -6,6 +6,8 @@ those of every decoding kernel (`plan/decode.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aule import tuning
 from aule.ir.types import PANEL
 from aule.ops.attention.plan.layout import Layout
@@ -35,12 +37,17 @@ def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> Any
         return None
     dims = problem.head_dim, problem.value_dim
 
+    def shape_of(record: tuning.Record) -> AnyLatentShape:
+        shape = SHAPES[record.use["kind"]](**record.use["shape"])
+        return replace(shape, lanes=arrange(target).lanes) if isinstance(shape, LatentShape) else shape
+
     def fits(record: tuning.Record) -> bool:
-        shape = _shape_of(record)
-        fitting = model.fits(target, shape.threads, shape.shared_bytes(*dims))
-        if isinstance(shape, LatentWarpgroupShape) and not _suits_warpgroups(problem, layout, target, shape.rows):
-            return False
-        return fitting and shape.lanes == arrange(target).lanes
+        shape = shape_of(record)
+        if isinstance(shape, LatentShape):
+            suits = shape.possible
+        else:
+            suits = _suits_warpgroups(problem, layout, target, shape.rows)
+        return suits and model.fits(target, shape.threads, shape.shared_bytes(*dims))
 
     facts = {
         "dtype": problem.dtype,
@@ -52,11 +59,7 @@ def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> Any
         "async_copies": target.async_copies,
     }
     record = tuning.find(target, OP, facts, fits)
-    return None if record is None else _shape_of(record)
-
-
-def _shape_of(record: tuning.Record) -> AnyLatentShape:
-    return SHAPES[record.use["kind"]](**record.use["shape"])
+    return None if record is None else shape_of(record)
 
 
 def _suits_warpgroups(problem: DecodeProblem, layout: Layout, target: Target, rows: int) -> bool:

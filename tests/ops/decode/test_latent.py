@@ -1,0 +1,269 @@
+"""Decoding of latents on matrix units: on the interpreter with the sanitizer on, in the layouts of all vendors, and
+through compilers."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import decode_cases
+import devices
+import numpy as np
+import pytest
+import test_decode_interpreted as plain
+import test_decode_score_functions as functions
+from repository import ROOT
+
+from aule.codegen import generate
+from aule.engine.decode import decode_on_host
+from aule.frontends.functions import UserFunctions
+from aule.frontends.numpy_flex import with_functions
+from aule.ops.attention.reference import compare
+from aule.ops.decode.config import AnyShape, LatentConfig, LatentShape
+from aule.ops.decode.plan.decode import Combine, decode_views, plan_decode
+from aule.ops.decode.plan.latent import OP
+from aule.ops.decode.problem import DecodeProblem
+from aule.ops.decode.sequences import expect_decode
+from aule.ops.decode.validate import DecodeOperands
+from aule.ops.shared.plan import Plan
+from aule.target import Target
+from aule.tuning.record import every
+from aule.view import TensorView, contiguous_strides
+
+TARGETS: dict[str, Target] = runpy.run_path(str(ROOT / "tools" / "kernel_targets.py"))["TARGETS"]
+H200, VULKAN, HIP, METAL = (TARGETS[n] for n in ("h200-cuda", "h200-vulkan", "rdna3-hip", "apple-metal"))
+MATRICES = (
+    "h200-cuda", "sm120-cuda", "h200-vulkan", "rdna3-vulkan", "rdna3-staged", "rdna3-hip", "mi300-hip", "dg2-vulkan",
+    "apple-metal",
+)  # fmt: skip
+Case = decode_cases.Case
+EVERYTHING = decode_cases.EVERYTHING
+LATENT = Case("latent", (70, 0, 33, 5), 1, (16, 1), (80, 64), "bf16", page=16)
+SHAPES = {
+    "one-subgroup": LatentShape(16, 32, 1, 1, 2),
+    "keys-divided": LatentShape(16, 64, 4, 1, 2),
+    "rows-and-keys-divided": LatentShape(32, 32, 8, 2, 1),
+    "depth-divided": LatentShape(64, 16, 8, 8, 2),
+}
+CASES = (
+    replace(LATENT, id="pages-of-one", page=1),
+    replace(LATENT, id="pages-of-three", page=3, rows=2, dtype="f16"),
+    replace(LATENT, id="larger-pages", page=128, lens=(130, 7, 128)),
+    replace(LATENT, id="contiguous", page=0, rows=4, heads=(5, 1)),
+    replace(LATENT, id="everything", rows=3, options=EVERYTHING),
+    replace(LATENT, id="packed", rows=(3, 0, 7, 1), options={"sinks": True}),
+    replace(LATENT, id="not-causal", rows=3, dims=(48, 48), options={"causal": False, "window": (9, None)}),
+    replace(LATENT, id="two-key-heads", heads=(6, 2), page=0, dims=(33, 7)),
+)
+
+
+def given_of(case: Case) -> dict[str, Any]:
+    """A case whose values are the first columns of its keys."""
+    given = decode_cases.make(case)
+    return given | {"v": given["k"][..., : case.dims[1]], "latent": True}
+
+
+def run(
+    problem: DecodeProblem, operands: DecodeOperands, target: Target, shape: AnyShape | None = None,
+    splits: int | None = None, combine: Combine | None = None,
+) -> None:  # fmt: skip
+    """Interpret the plan, whose first kernel is that of latents, and compare; the values are never read."""
+    hidden = replace(operands, v=replace(operands.v, storage=np.full_like(operands.v.storage, np.nan)))
+    if shape is None:
+        config = plan_decode(problem, decode_views(operands, operands.q), target).steps[0].config
+        assert isinstance(config, LatentConfig)
+        shape = config.shape
+    out, lse = plain.run(problem, hidden, target, splits, combine, chosen=shape)
+    judged, expected = expect_decode(problem, operands)
+    verdict = compare(judged, out, lse, expected)
+    assert verdict, verdict.message
+
+
+def check(case: Case, target: Target, shape: AnyShape | None = None, **divided: Any) -> None:
+    run(*decode_cases.problem_of(case, given_of(case)), target, shape, **divided)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_deepseeks_dimensions(name: str) -> None:
+    """576 and 512 columns with the shapes of the tables."""
+    case = replace(LATENT, dims=(576, 512), lens=(37, 0, 18), rows=2)
+    check(case, TARGETS[name], splits=2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", ["h200-cuda", "rdna3-staged"])
+def test_cases(name: str, case: Case) -> None:
+    if case.dims == (33, 7):  # rows are not aligned
+        shape = LatentShape(16, 16, 2, 1, 1, lanes=32 if name == "h200-cuda" else 64)
+        check(case, TARGETS[name], replace(shape, subgroups=1) if shape.lanes == 64 else shape)
+        return
+    check(case, TARGETS[name])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape: str) -> None:
+    case = replace(LATENT, rows=5, options=EVERYTHING, lens=(133, 40))
+    check(case, H200, SHAPES[shape])
+    check(replace(case, page=1), VULKAN, SHAPES[shape], splits=3)
+
+
+@pytest.mark.parametrize("combine", ["last_workgroup", "second_launch"])
+@pytest.mark.parametrize("name", ["sm120-cuda", "apple-metal"])
+def test_splits(name: str, combine: Combine) -> None:
+    case = replace(LATENT, rows=3, lens=(150, 17, 64, 0), options={"sinks": True, "window": 70})
+    check(case, TARGETS[name], splits=3, combine=combine)
+
+
+def test_flat_grids_and_long_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(replace(LATENT, rows=3), replace(H200, max_grid=(1 << 20, 2, 2)), splits=3)
+    monkeypatch.setattr("aule.view.TensorView.last_index", property(lambda view: 1 << 32))
+    check(LATENT, H200, splits=2)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"window": (20, 0)}], ids=["causal", "window"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_nonfinite_values_reach_only_the_rows_that_keep_them(
+    value: float, options: dict[str, Any], stages: int
+) -> None:
+    """The last token alone keeps the last key, and with a window others drop the first keys. Keys stay finite but in
+    their values' columns, where queries are zero."""
+    case = replace(LATENT, lens=(70, 33), rows=3, options=options)
+    given = given_of(case)
+    for n, length in enumerate(case.lens):
+        for key in (length - 1, length - 22):
+            page = given["block_tables"][n, key // case.page]
+            given["k"][page, key % case.page, :, 5] = value
+    problem, operands = decode_cases.problem_of(case, given)
+    shape = LatentShape(16, 32, 2, 2, stages)
+    hidden = replace(operands, v=replace(operands.v, storage=np.full_like(operands.v.storage, np.nan)))
+    for target in (H200, VULKAN):
+        out, lse = plain.run(problem, hidden, target, chosen=shape)
+        judged, expected = expect_decode(problem, operands)
+        verdict = compare(judged, out, lse, expected)
+        assert verdict, verdict.message
+        finite = np.isfinite(expected.out)
+        assert 0 < finite.mean() < 1
+
+
+def test_functions_and_trees() -> None:
+    case = replace(LATENT, rows=3, heads=(4, 1))
+    problem, operands = decode_cases.problem_of(case, given_of(case))
+    tree = np.tril(np.random.default_rng(0).random((3, 3)) < 0.6) | np.eye(3, dtype=np.bool_)
+    user = UserFunctions("decode_attention", functions.alibi, functions.odd, True, tree)
+    problem, operands = with_functions(replace(problem, causal=False), operands, user)
+    as_bytes = replace(operands.captured["keep0"], storage=tree.view(np.uint8))
+    operands = replace(operands, captured={**operands.captured, "keep0": as_bytes})
+    run(problem, operands, H200)
+
+
+def test_what_other_kernels_serve() -> None:
+    """fp32, quantised caches, rows that are not aligned, and values that are not latent."""
+    others = {
+        "fp32": replace(LATENT, dtype="f32"),
+        "quantised": replace(LATENT, cache="i8"),
+        "odd": replace(LATENT, dims=(33, 7)),
+    }
+    for name, case in others.items():
+        given = given_of(case)
+        if case.cache:
+            given["v_scale"] = given["k_scale"]
+        problem, operands = decode_cases.problem_of(case, given)
+        config = plan_decode(problem, decode_views(operands, operands.q), H200).steps[0].config
+        assert not isinstance(config, LatentConfig), name
+    problem, operands = decode_cases.problem_of(LATENT, decode_cases.make(LATENT))
+    config = plan_decode(problem, decode_views(operands, operands.q), H200).steps[0].config
+    assert not isinstance(config, LatentConfig)
+
+
+def test_many_tokens_take_one_launch_without_splits() -> None:
+    """A long prompt would need too much memory for partial results."""
+    plan = plan_of(H200, 4, 65536, 128, tokens=256)
+    assert len(plan.steps) == 1 and not plan.workspace
+    assert isinstance(plan.steps[0].config, LatentConfig)
+
+
+def views_of(batch: int, keys: int, heads: int, tokens: int) -> tuple[DecodeProblem, dict[str, TensorView]]:
+    def view(dtype: str, *shape: int) -> TensorView:
+        return TensorView(dtype, shape, contiguous_strides(shape), "device", None)
+
+    pages = batch * keys // 64
+    given = DecodeProblem(
+        batch, heads, 1, tokens, keys, 576, 512, "bf16", "bf16", 192**-0.5, page=64, pages=pages, latent=True
+    )
+    pool = view("bf16", pages, 1, 64, 576)
+    views = {"q": view("bf16", batch, heads, tokens, 576), "k": pool, "v": replace(pool, shape=(pages, 1, 64, 512))}
+    views |= {"o": view("bf16", batch, heads, tokens, 512), "lens": view("i32", batch)}
+    return given, views | {"tables": view("i32", batch, keys // 64)}
+
+
+def plan_of(target: Target, batch: int, keys: int, heads: int, tokens: int = 1) -> Plan:
+    return plan_decode(*views_of(batch, keys, heads, tokens), target)
+
+
+def wanted(target: Target) -> Iterator[tuple[str, Plan]]:
+    """Plans of the benchmarks' cases, with and without splits."""
+    for heads, tokens in ((16, 1), (32, 1), (128, 1), (16, 4)):
+        yield f"{heads} heads, {tokens} tokens", plan_of(target, 32, 4096, heads, tokens)
+    yield "no splits", plan_of(target, 256, 256, 128)
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas (CUDA toolkit) is not installed")
+@pytest.mark.parametrize(
+    ("arch", "shared"), [("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_90", 227), ("sm_120", 99)]
+)
+def test_nvidia_does_not_spill(arch: str, shared: int, tmp_path: Path) -> None:
+    base = H200 if arch == "sm_90" else replace(TARGETS["sm80-cuda"], arch=arch)
+    shared = {"sm_80": 163, "sm_90": 227}.get(arch, 99)
+    target, shapes = replace(base, max_shared_bytes=shared << 10), set()
+    for name, plan in wanted(target):
+        config, path = plan.steps[0].config, tmp_path / "kernel.ptx"
+        if config in shapes:
+            continue
+        shapes.add(config)
+        text = generate(plan.steps[0].build(config, target), target).text
+        path.write_text(text)
+        named = text.split(".target ")[1].split()[0]
+        command = ["ptxas", f"-arch={named}", "-v", str(path), "-o", str(tmp_path / "kernel.cubin")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, (name, done.stderr)
+        assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"], (name, done.stderr)
+        assert "mma.sync" in text and "cp.async" in text
+
+
+@pytest.mark.skipif(shutil.which("spirv-val") is None, reason="spirv-val (Debian: spirv-tools) is not installed")
+@pytest.mark.parametrize("name", ["h200-vulkan", "rdna3-vulkan", "rdna3-staged", "dg2-vulkan"])
+def test_spirv_is_valid(name: str, tmp_path: Path) -> None:
+    target = TARGETS[name]
+    for case, plan in wanted(target):
+        path = tmp_path / "kernel.spv"
+        path.write_bytes(generate(plan.steps[0].build(plan.steps[0].config, target), target).code)
+        command = ["spirv-val", "--target-env", "vulkan1.3", "--scalar-block-layout", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, (case, done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("name", ["msl-shim", *devices.HIP])
+def test_stand_ins(name: str) -> None:
+    """The code for Metal and HIP, compiled for the CPU."""
+    device = devices.need(name)
+    case = replace(LATENT, dims=(576, 512), lens=(37, 0, 18), rows=2, dtype="f16", options={"softcap": 4.0})
+    problem, operands = decode_cases.problem_of(case, given_of(case))
+    config = plan_decode(problem, decode_views(operands, operands.q), device.target).steps[0].config
+    assert isinstance(config, LatentConfig)
+    out, lse = decode_on_host("mla_decode", problem, operands, device)
+    judged, expected = expect_decode(problem, operands)
+    verdict = compare(judged, out, lse, expected)
+    assert verdict, verdict.message
+
+
+def test_records_divide_work_evenly() -> None:
+    for record in every(OP):
+        shape = LatentShape(**record.use["shape"])
+        assert any(replace(shape, lanes=lanes).possible for lanes in (32, 64)), record
