@@ -220,6 +220,7 @@ def wanted(target: Target) -> Iterator[tuple[str, Plan]]:
 )
 def test_nvidia_does_not_spill(arch: str, shared: int, tmp_path: Path) -> None:
     base = H200 if arch == "sm_90" else replace(TARGETS["sm80-cuda"], arch=arch)
+    base = replace(base, matrix_units=TARGETS["sm80-cuda"].matrix_units)  # without products of warpgroups
     shared = {"sm_80": 163, "sm_90": 227}.get(arch, 99)
     target, shapes = replace(base, max_shared_bytes=shared << 10), set()
     for name, plan in wanted(target):
@@ -264,6 +265,6 @@ def test_stand_ins(name: str) -> None:
 
 
 def test_records_divide_work_evenly() -> None:
-    for record in every(OP):
+    for record in (record for record in every(OP) if record.use["kind"] == "fragment"):
         shape = LatentShape(**record.use["shape"])
         assert any(replace(shape, lanes=lanes).possible for lanes in (32, 64)), record

@@ -88,6 +88,15 @@ def test_deepseeks_sizes_in_a_devices_layout() -> None:
     assert verdict, verdict.message
 
 
+def test_flat_grids_and_long_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aule.view.TensorView.last_index", property(lambda view: 1 << 32))
+    case = Case("", (100, 0, 20), 1, (64, 1), (128, 128), "f16", page=16)
+    out, lse, (problem, operands) = run(given(case), case, 2, replace(INTERPRETED, max_grid=(1 << 20, 2, 2)))
+    judged, expected = expect_decode(problem, operands)
+    verdict = compare(judged, out, lse, expected)
+    assert verdict, verdict.message
+
+
 def test_rising_scores() -> None:
     """Each tile has larger scores than the one before, so that both halves of O are rescaled."""
     case = Case("", (250,), 1, (64, 1), SMALL, "f16", page=16)

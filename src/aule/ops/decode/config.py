@@ -228,22 +228,21 @@ class LatentShape:
 @dataclass(frozen=True)
 class LatentWarpgroupShape:
     """Layout of a workgroup that decodes latents with products of warpgroups (`aule.ops.decode.warpgroup.latent`): 64
-    query rows, tiles of 64 keys, and three crews of four subgroups.
+    query rows, tiles of 64 keys, and four subgroups for each of three roles.
 
     Attributes
     ----------
     stages : int
         Tiles in shared memory: a power of two.
     score_registers, value_registers, copy_registers : int
-        Registers of a thread of each crew: of the one that computes scores, the one that only adds values, and the one
-        that copies.
+        Registers of a thread that computes scores, that only adds values, and that copies.
     """
 
     engine: ClassVar = "warpgroup"
     rows: ClassVar = 64
     keys: ClassVar = 64
     lanes: ClassVar = 32
-    crew_threads: ClassVar = 128
+    role_threads: ClassVar = 128
 
     stages: int = 2
     score_registers: int = 240
@@ -251,18 +250,13 @@ class LatentWarpgroupShape:
     copy_registers: int = 56
 
     @property
-    def crew_registers(self) -> tuple[int, int, int]:
-        """Registers of a thread, by crew."""
-        return self.score_registers, self.value_registers, self.copy_registers
-
-    @property
     def threads(self) -> int:
-        return len(self.crew_registers) * self.crew_threads
+        return 3 * self.role_threads
 
     @property
     def registers(self) -> int:
         """Registers of each thread at first."""
-        return sum(self.crew_registers) // len(self.crew_registers)
+        return (self.score_registers + self.value_registers + self.copy_registers) // 3
 
     @property
     def step(self) -> int:

@@ -4,8 +4,8 @@ The values are the first columns of the keys, so one tile of keys in shared memo
 multiplied with Q, and the columns of its first panels with P. O of 64 rows and 512 columns takes all registers of two
 warpgroups, each of which holds half of the columns. So only one of them computes scores and weights. It keeps P in
 registers for its own half and passes it through shared memory to the other warpgroup, which adds its half while the
-scores of the next step are computed. A third crew copies; a stage of keys is filled again half by half, as soon as the
-half has been added to O.
+scores of the next step are computed. Two smaller crews copy: each half of a stage of keys is filled again as soon as
+it has been added to O.
 
 All rows of a workgroup keep the same keys: it has query heads of one token, or there is no causal mask. Keys past the
 last are zeros in shared memory, so that Inf and NaN behind a sequence's end add nothing.
@@ -39,7 +39,9 @@ def build_latent_warpgroup(config: LatentWarpgroupConfig, target: Target, name: 
     memory = Memory(b, config)
     exists = work.find_length()
     b.barrier()  # the mbarriers are initialised
-    with b.if_(exists), b.roles(*(Role(SUBGROUPS, count) for count in shape.crew_registers)) as (left, right, copier):
+    left_role, right_role = (Role(SUBGROUPS, count) for count in (shape.score_registers, shape.value_registers))
+    copiers = Role(SUBGROUPS // 2, shape.copy_registers, crews=2)
+    with b.if_(exists), b.roles(left_role, right_role, copiers) as (left, right, copier):
         with left:
             _Left(b, work, memory, target).run()
         with right:
@@ -104,7 +106,7 @@ class _Left(_Half):
 
     def run(self) -> None:
         """Pass over the keys and store the left half of the rows, and their log-sum-exps."""
-        b, work, memory, engine = self.b, self.work, self.memory, self.engine
+        b, work, engine = self.b, self.work, self.engine
         self.S = engine.tile(SIZE, self.shape.keys)
         empty = b.fragment_fill(engine.left, 0.0)
         self.P = [b.var(empty, "p") for _ in range(self.depth)]
@@ -117,11 +119,8 @@ class _Left(_Half):
                 self._weigh()
                 b.comment("O = O + P V, left half; S = Q K^T of the next step")
                 self.start_values(values(self.P))
-                before = self.number.value
-                self.number.value = before + 1
-                self._start_scores()
-                b.warpgroup_wait(1)
-                memory.emptied[0].arrive(before)
+                self.number.value = self.number.value + 1
+                self._start_scores(running=True)
                 b.warpgroup_wait()
             self._drop_missing()
             self._weigh()
@@ -132,8 +131,9 @@ class _Left(_Half):
             b.launch_next()
         self._finish()
 
-    def _start_scores(self) -> None:
-        """Start to compute ``S = Q K^T``, each half of K as soon as it is there."""
+    def _start_scores(self, running: bool = False) -> None:
+        """Start to compute ``S = Q K^T``, each half of K as soon as it is there. If O's product of the step before is
+        ``running``, its half of K is left to the copiers as soon as it ends."""
         b, memory, half, n = self.b, self.memory, self.columns, self.number.value
         # A zero that the compiler cannot know to be the same in all steps: it would keep the addresses of all parts of
         # Q in registers, which are not enough.
@@ -142,6 +142,10 @@ class _Left(_Half):
         b.warpgroup_fence()
         self._start_part(q_at, 0, half, fresh=True)
         self._start_part(q_at, 2 * half, self.config.head_dim)
+        b.warpgroup_commit()
+        if running:
+            b.warpgroup_wait(1)
+            memory.emptied[0].arrive(n - 1)
         memory.filled[1].wait(n)
         b.warpgroup_fence()
         self._start_part(q_at, half, 2 * half)

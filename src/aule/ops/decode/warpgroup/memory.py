@@ -80,8 +80,10 @@ class Memory:
         halves = [Turns(b, mbarriers, i * shape.stages, shape.stages) for i in range(4)]
         self.filled, self.emptied = (halves[0], halves[1]), (halves[2], halves[3])
         self.weighed, self.added = (Turns(b, mbarriers, 4 * shape.stages + i, 1) for i in range(2))
-        for turns in (*halves, self.weighed, self.added):
-            turns.init(shape.crew_threads)
+        for turns in (*self.emptied, self.weighed, self.added):
+            turns.init(shape.role_threads)
+        for turns in self.filled:
+            turns.init(shape.role_threads // 2)
 
     def keys_at(self, number: Value) -> Value:
         """First element of the stage of K for a step, by the number of the step."""
