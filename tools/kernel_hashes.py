@@ -19,7 +19,7 @@ import importlib
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +308,8 @@ def _decode_call(problem: Problem) -> tuple[Any, Any]:
     if kind != dtype:
         options |= {name: _view("f32", leading) for name in ("k_scale", "v_scale")}
     k, v = (_view(kind, (*leading, columns), layout) for columns in (dim, value_dim))
+    if "latent" in flags:
+        v, options = replace(k, shape=v.shape), options | {"latent": True}
     op = "flash_attention_paged" if page else "decode_attention"
     found: tuple[Any, Any] = decode_problem(op, q, k, v, **options)
     return found

@@ -104,6 +104,9 @@ def _special(target: str, cpu: bool) -> Iterator[Problem]:
         yield from _both("layer_norm_linear", "bf16 1100000x2048x64")
         yield Problem("append", "kvcache", "bf16 b4 h8 t300 d128", "large rope")
         yield Problem("copy", "kvcache", "bf16 n7 e33554432 l4")
+    if target == "h200-cuda":  # latents over warpgroups
+        yield Problem("decode", "decode", "bf16 b32 h128x1 n4096 d576x512", "page64 latent")
+        yield Problem("decode", "decode", "f16 b3 h64x1 n1000 d576x512 t2", "page3 latent lse")
     if target in ("h200-cuda", "sm80-cuda", "rdna3-vulkan"):
         yield Problem("decode", "decode", "f32 b70000 h8x8 n64 d64", "")
     if target in ("h200-cuda", "rdna3-vulkan", "cpu-avx512"):
@@ -238,6 +241,8 @@ def _decode() -> Iterator[Problem]:
         ("bf16 b2 h16x2 n2048 d64", "page16 e4m3"),
         ("bf16 b2 h8x2 n512 d64 t100", "page16"),
         ("f16 b4 h8x2 n512 d64 t80", "page16 packed"),
+        ("bf16 b2 h16x1 n4096 d576x512", "page64 latent"),
+        ("f16 b8 h128x1 n1000 d576x512 t2", "page1 latent window softcap lse"),
     ):
         yield Problem("decode", "decode", sizes, options)
 

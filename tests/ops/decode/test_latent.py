@@ -7,13 +7,13 @@ import re
 import runpy
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import decode_cases
 import devices
+import msl_shim
 import numpy as np
 import pytest
 import test_decode_interpreted as plain
@@ -22,6 +22,7 @@ from repository import ROOT
 
 from aule.codegen import generate
 from aule.engine.decode import decode_on_host
+from aule.engine.probe import find_layout
 from aule.frontends.functions import UserFunctions
 from aule.frontends.numpy_flex import with_functions
 from aule.ops.attention.reference import compare
@@ -31,8 +32,10 @@ from aule.ops.decode.plan.latent import OP
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.sequences import expect_decode
 from aule.ops.decode.validate import DecodeOperands
+from aule.ops.shared.elements import as_float
 from aule.ops.shared.plan import Plan
 from aule.target import Target
+from aule.tile.fragment.arrangement import arrange
 from aule.tuning.record import every
 from aule.view import TensorView, contiguous_strides
 
@@ -99,11 +102,9 @@ def test_deepseeks_dimensions(name: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", ["h200-cuda", "rdna3-staged"])
 def test_cases(name: str, case: Case) -> None:
-    if case.dims == (33, 7):  # rows are not aligned
-        shape = LatentShape(16, 16, 2, 1, 1, lanes=32 if name == "h200-cuda" else 64)
-        check(case, TARGETS[name], replace(shape, subgroups=1) if shape.lanes == 64 else shape)
-        return
-    check(case, TARGETS[name])
+    target = TARGETS[name]
+    odd = LatentShape(16, 32, 2, 2, 1, lanes=arrange(target).lanes)  # which the planner does not choose
+    check(case, target, odd if case.dims == (33, 7) else None)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -127,29 +128,29 @@ def test_flat_grids_and_long_indices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"window": (20, 0)}], ids=["causal", "window"])
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_nonfinite_values_reach_only_the_rows_that_keep_them(
-    value: float, options: dict[str, Any], stages: int
-) -> None:
-    """The last token alone keeps the last key, and with a window others drop the first keys. Keys stay finite but in
-    their values' columns, where queries are zero."""
+@pytest.mark.parametrize(
+    ("value", "options"), [(np.nan, {}), (np.nan, {"window": (20, 0)}), (np.inf, {"softcap": 3.0})], ids=str
+)
+def test_nonfinite_values_reach_only_rows_that_keep_them(value: float, options: dict[str, Any], stages: int) -> None:
+    """The last token alone keeps the last key, and with a window it drops another. Softcap makes scores
+    finite again, so that one column alone is infinite."""
     case = replace(LATENT, lens=(70, 33), rows=3, options=options)
     given = given_of(case)
     for n, length in enumerate(case.lens):
-        for key in (length - 1, length - 22):
+        for key in (length - 22,) if "window" in options else (length - 1,):
             page = given["block_tables"][n, key // case.page]
             given["k"][page, key % case.page, :, 5] = value
     problem, operands = decode_cases.problem_of(case, given)
-    shape = LatentShape(16, 32, 2, 2, stages)
-    hidden = replace(operands, v=replace(operands.v, storage=np.full_like(operands.v.storage, np.nan)))
+    _, expected = expect_decode(problem, operands)
+    finite = np.isfinite(expected.out)
+    assert 0 < finite.mean() < 1
     for target in (H200, VULKAN):
-        out, lse = plain.run(problem, hidden, target, chosen=shape)
-        judged, expected = expect_decode(problem, operands)
-        verdict = compare(judged, out, lse, expected)
-        assert verdict, verdict.message
-        finite = np.isfinite(expected.out)
-        assert 0 < finite.mean() < 1
+        out, lse = plain.run(problem, operands, target, chosen=LatentShape(16, 32, 2, 2, stages))
+        found = as_float(out, "bf16")
+        np.testing.assert_array_equal(np.isfinite(found), finite)
+        np.testing.assert_allclose(found[finite], expected.out[finite], atol=0.02)
+        known = np.isfinite(expected.lse)
+        np.testing.assert_allclose(lse[known], expected.lse[known], atol=1e-4)
 
 
 def test_functions_and_trees() -> None:
@@ -189,7 +190,9 @@ def test_many_tokens_take_one_launch_without_splits() -> None:
     assert isinstance(plan.steps[0].config, LatentConfig)
 
 
-def views_of(batch: int, keys: int, heads: int, tokens: int) -> tuple[DecodeProblem, dict[str, TensorView]]:
+def plan_of(target: Target, batch: int, keys: int, heads: int, tokens: int = 1) -> Plan:
+    """The plan of a call as the benchmarks have it."""
+
     def view(dtype: str, *shape: int) -> TensorView:
         return TensorView(dtype, shape, contiguous_strides(shape), "device", None)
 
@@ -200,30 +203,19 @@ def views_of(batch: int, keys: int, heads: int, tokens: int) -> tuple[DecodeProb
     pool = view("bf16", pages, 1, 64, 576)
     views = {"q": view("bf16", batch, heads, tokens, 576), "k": pool, "v": replace(pool, shape=(pages, 1, 64, 512))}
     views |= {"o": view("bf16", batch, heads, tokens, 512), "lens": view("i32", batch)}
-    return given, views | {"tables": view("i32", batch, keys // 64)}
-
-
-def plan_of(target: Target, batch: int, keys: int, heads: int, tokens: int = 1) -> Plan:
-    return plan_decode(*views_of(batch, keys, heads, tokens), target)
-
-
-def wanted(target: Target) -> Iterator[tuple[str, Plan]]:
-    """Plans of the benchmarks' cases, with and without splits."""
-    for heads, tokens in ((16, 1), (32, 1), (128, 1), (16, 4)):
-        yield f"{heads} heads, {tokens} tokens", plan_of(target, 32, 4096, heads, tokens)
-    yield "no splits", plan_of(target, 256, 256, 128)
+    return plan_decode(given, views | {"tables": view("i32", batch, keys // 64)}, target)
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas (CUDA toolkit) is not installed")
-@pytest.mark.parametrize(
-    ("arch", "shared"), [("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_90", 227), ("sm_120", 99)]
-)
-def test_nvidia_does_not_spill(arch: str, shared: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
+def test_nvidia_does_not_spill(arch: str, tmp_path: Path) -> None:
     base = H200 if arch == "sm_90" else replace(TARGETS["sm80-cuda"], arch=arch)
     base = replace(base, matrix_units=TARGETS["sm80-cuda"].matrix_units)  # without products of warpgroups
     shared = {"sm_80": 163, "sm_90": 227}.get(arch, 99)
     target, shapes = replace(base, max_shared_bytes=shared << 10), set()
-    for name, plan in wanted(target):
+    sizes = [(32, 4096, 16), (32, 4096, 32), (32, 4096, 128), (32, 4096, 16, 4), (256, 256, 128)]  # the last: no splits
+    for name in sizes:
+        plan = plan_of(target, *name)
         config, path = plan.steps[0].config, tmp_path / "kernel.ptx"
         if config in shapes:
             continue
@@ -238,22 +230,13 @@ def test_nvidia_does_not_spill(arch: str, shared: int, tmp_path: Path) -> None:
         assert "mma.sync" in text and "cp.async" in text
 
 
-@pytest.mark.skipif(shutil.which("spirv-val") is None, reason="spirv-val (Debian: spirv-tools) is not installed")
-@pytest.mark.parametrize("name", ["h200-vulkan", "rdna3-vulkan", "rdna3-staged", "dg2-vulkan"])
-def test_spirv_is_valid(name: str, tmp_path: Path) -> None:
-    target = TARGETS[name]
-    for case, plan in wanted(target):
-        path = tmp_path / "kernel.spv"
-        path.write_bytes(generate(plan.steps[0].build(plan.steps[0].config, target), target).code)
-        command = ["spirv-val", "--target-env", "vulkan1.3", "--scalar-block-layout", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, (case, done.stdout + done.stderr)
-
-
 @pytest.mark.parametrize("name", ["msl-shim", *devices.HIP])
 def test_stand_ins(name: str) -> None:
     """The code for Metal and HIP, compiled for the CPU."""
     device = devices.need(name)
+    if name == "msl-shim":
+        device = msl_shim.ShimDevice(matrices=True)
+    find_layout(device)
     case = replace(LATENT, dims=(576, 512), lens=(37, 0, 18), rows=2, dtype="f16", options={"softcap": 4.0})
     problem, operands = decode_cases.problem_of(case, given_of(case))
     config = plan_decode(problem, decode_views(operands, operands.q), device.target).steps[0].config

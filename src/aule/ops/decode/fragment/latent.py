@@ -340,14 +340,15 @@ class _Latent:
         them by zeros, as zero times either would be NaN. Slow."""
         b = self.b
         with b.loop(0, self.shape.keys, name="key") as key:
-            values = O.values()
-            line = at + key * self.stride
-            columns = [b.cast(b.load(self.memory, line + O.col(c)), f32) for c in range(len(values[0]))]
-            for r, row in enumerate(values):
-                weight = b.cast(b.load(self.weights, O.row(r) * self.weight_stride + key), f32)
-                matters = b.ne(weight, 0.0)
-                for c, x in enumerate(columns):
-                    row[c] = b.select(matters & ~is_finite(b, x), row[c] + weight * x, row[c])
+            values, line = O.values(), at + key * self.stride
+            weights = [
+                b.cast(b.load(self.weights, O.row(r) * self.weight_stride + key), f32) for r in range(len(values))
+            ]
+            for c in range(len(values[0])):
+                x = b.cast(b.load(self.memory, line + O.col(c)), f32)
+                bad = ~is_finite(b, x)
+                for row, weight in zip(values, weights, strict=True):
+                    row[c] = b.select(bad & b.ne(weight, 0.0), row[c] + weight * x, row[c])
             O.assign(values)
 
     def _row_factors(self, first: int) -> list[Value]:

@@ -312,7 +312,7 @@ def _configure(call: _Call, choice: _Choice) -> CacheConfig:
             page_shared=problem.page > 0 and problem.page % SIZE == 0,
             aligned=(q_aligned, True, True, o_aligned),
         )
-    aligned = (*layout.aligned("q", RUN), True, True, o_aligned)
+    aligned = (*layout.aligned("qkv", RUN), o_aligned)
     if isinstance(shape, LatentShape):
         return LatentConfig(**options, shape=shape, aligned=aligned)
     if isinstance(shape, LatentWarpgroupShape):
