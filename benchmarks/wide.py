@@ -3,11 +3,12 @@
     python benchmarks/wide.py [--csv FILE] [--backend vulkan] [--peers FOLDER] [--latents] [--tune]
 
 bf16. ``--latents`` runs latent attention alone, and ``--tune`` also times other shapes of its kernel. Through CUDA:
-`aule.mla_decode` beside FlashMLA (one query token, pages of 64 keys), forward and backward of 512 columns beside
-PyTorch's EFFICIENT_ATTENTION, and DeepSeek's prefill (192 columns, values of 128) beside cuDNN. Through Vulkan: latent
-attention and the 512 columns, by device timestamps; the peers run on CUDA. FlashMLA comes from ``--peers``, the folder
-that `shared/tools/peers-bundle` makes; its schedule is made before it is timed, as one schedule serves all layers of a
-model. Shares of float64 are checked first: our error may be twice the peer's. Takes less than a minute.
+`aule.mla_decode` beside FlashMLA (one query token, pages of 64 keys), as planned and with each kernel of latents;
+forward and backward of 512 columns beside PyTorch's EFFICIENT_ATTENTION; and DeepSeek's prefill (192 columns, values of
+128) beside cuDNN. Through Vulkan: latent attention and the 512 columns, by device timestamps; the peers run on CUDA.
+FlashMLA comes from ``--peers``, the folder that `shared/tools/peers-bundle` makes; its schedule is made before it is
+timed, as one schedule serves all layers of a model. Shares of float64 are checked first: our error may be twice the
+peer's. Takes less than a minute.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from aule.engine.run import prepare
 from aule.ops.decode.config import LatentShape
 from aule.ops.decode.plan.decode import decode_views, plan_decode
 from aule.ops.decode.validate import decode_problem
+from aule.tuning.record import every
 from aule.view import TensorView, contiguous_strides
 
 ROWS: list[dict[str, object]] = []
@@ -51,6 +53,8 @@ WIDE, PREFILL = ((2048, False), (2048, True), (8192, False), (8192, True)), ((20
 FLOOR = 4e-3
 """Errors, relative to the largest value, that are right whatever the peer's: half of bf16's last place."""
 REPEATS = 9
+KERNELS = ("fragment", "warpgroup")
+"""Kernels of latents that are timed beside the planned one, by their engines."""
 SHAPES = tuple(
     LatentShape(rows, keys, subgroups, parts, stages, registers)
     for rows, keys, subgroups, parts, stages, registers in (
@@ -148,6 +152,13 @@ def decode(batch: int, keys: int, heads: int, backend: str, tune: bool) -> None:
     work = float(cache.nbytes) if few else 2.0 * batch * heads * keys * (LATENT + VALUES)
     measure, unit = cuda if backend == "cuda" else vulkan, "TB/s" if few else "TFLOPS"
     add(name, work, unit, measure(), "FlashMLA", theirs)
+    for kernel in KERNELS if backend == "cuda" else ():
+        forget()
+        with tuning.trying(*records_of(kernel)):
+            if aule.explain(aule.mla_decode, q, cache, tables, lens, scale=SCALE, value_dim=VALUES).kernel == kernel:
+                add(f"{name}, {kernel} kernel", work, unit, measure(), "FlashMLA", theirs)
+            else:
+                print(f"{name}: the {kernel} kernel does not serve this", flush=True)
     for shape in SHAPES if tune else ():
         forget()
         try:
@@ -156,6 +167,12 @@ def decode(batch: int, keys: int, heads: int, backend: str, tune: bool) -> None:
         except aule.AuleError as failed:
             print(f"{name}, {shape}: {failed}", flush=True)
     forget()
+
+
+def records_of(kernel: str) -> list[tuning.Record]:
+    """The tables' records of a kernel of latents, and the first of them without conditions."""
+    found = [record for record in every("decode.latent") if record.use["kind"] == kernel]
+    return [*found, *(replace(record, when={}) for record in found[:1])]
 
 
 def latents_on(backend: str, tensors: dict[str, Tensor]) -> tuple[float, Tensor]:

@@ -104,6 +104,9 @@ def _special(target: str, cpu: bool) -> Iterator[Problem]:
         yield from _both("layer_norm_linear", "bf16 1100000x2048x64")
         yield Problem("append", "kvcache", "bf16 b4 h8 t300 d128", "large rope")
         yield Problem("copy", "kvcache", "bf16 n7 e33554432 l4")
+    if target == "h200-cuda":  # latents over warpgroups
+        yield Problem("decode", "decode", "bf16 b32 h128x1 n4096 d576x512", "page64 latent")
+        yield Problem("decode", "decode", "f16 b3 h64x1 n1000 d576x512 t2", "page3 latent lse")
     if target in ("h200-cuda", "sm80-cuda", "rdna3-vulkan"):
         yield Problem("decode", "decode", "f32 b70000 h8x8 n64 d64", "")
     if target in ("h200-cuda", "rdna3-vulkan", "cpu-avx512"):

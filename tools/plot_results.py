@@ -112,7 +112,7 @@ LINES = (
     Line("512 columns, backward", "CUDA", EFFICIENT, WIDE, number("ratio"), case("d512", "backward", without="vulkan")),
     Line("512 columns, backward", "Vulkan", EFFICIENT, WIDE, number("ratio"), case("d512", "backward", "vulkan")),
     Line("192 columns, values of 128", "CUDA", "cuDNN", WIDE, number("ratio"), case("prefill")),
-    Line("latent attention, decoding", "CUDA", "FlashMLA", WIDE, number("ratio"), case("mla")),
+    Line("latent attention, decoding", "CUDA", "FlashMLA", WIDE, number("ratio"), case("mla", without="kernel")),
     Line("vLLM's pages, decoding", "CUDA", "FlashAttention-3", PAGED, number("ratio"), lambda r: int(r["new"]) <= 4),
     Line("vLLM's pages, prefill", "CUDA", "FlashAttention-3", PAGED, number("ratio"), lambda r: int(r["new"]) > 4),
     Line("forward, float32", "CUDA", EFFICIENT, "h200-forward-fp32", number("cuda_ratio")),

@@ -15,7 +15,8 @@ from aule.ir.types import f32
 from aule.ops.attention.cpu.shapes import FORWARD, backward_shape, block_shape
 from aule.ops.attention.plan import tiles, tiles_backward
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.decode.config import FragmentDecodeShape, LatentShape
+from aule.ops.decode.config import FragmentDecodeShape
+from aule.ops.decode.plan import latent
 from aule.ops.linear.config import DirectBlocks, FragmentBlocks, WarpgroupBlocks
 from aule.ops.rows.hints import RowTuning, SumTuning
 from aule.target import Target
@@ -36,7 +37,6 @@ SHAPES = {
     tiles_backward.FRAGMENT: FragmentShape,
     tiles_backward.WARPGROUP: FragmentShape,
     "decode.fragment": FragmentDecodeShape,
-    "decode.latent": LatentShape,
     "linear.direct": DirectBlocks,
     "linear.lines": FragmentBlocks,
     "linear.fragment": FragmentBlocks,
@@ -54,7 +54,8 @@ def records(file: str) -> tuple[Record, ...]:
 def test_records_make_shapes(file: str) -> None:
     for record in records(file):
         if "shape" in record.use:
-            SHAPES[record.op](**record.use["shape"])
+            shape = latent.SHAPES[record.use["kind"]] if record.op == latent.OP else SHAPES[record.op]
+            shape(**record.use["shape"])
         if record.op in ("rows", "rows.norm", "glu"):
             RowTuning(**record.use)
         if record.op == "rows.sums":

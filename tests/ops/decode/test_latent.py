@@ -228,6 +228,7 @@ def plan_of(target: Target, batch: int, keys: int, heads: int, tokens: int = 1, 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
 def test_nvidia_does_not_spill(arch: str, tmp_path: Path) -> None:
     base = H200 if arch == "sm_90" else replace(TARGETS["sm80-cuda"], arch=arch)
+    base = replace(base, matrix_units=TARGETS["sm80-cuda"].matrix_units)  # without products of warpgroups
     shared = {"sm_80": 163, "sm_90": 227}.get(arch, 99)
     target, shapes = replace(base, max_shared_bytes=shared << 10), set()
     sizes = [(32, 4096, 16), (32, 4096, 32), (32, 4096, 128), (32, 4096, 16, 4), (256, 256, 128)]  # the last: no splits
@@ -266,6 +267,6 @@ def test_stand_ins(name: str) -> None:
 
 
 def test_records_divide_work_evenly() -> None:
-    for record in every(OP):
+    for record in (record for record in every(OP) if record.use["kind"] == "fragment"):
         shape = LatentShape(**record.use["shape"])
         assert any(replace(shape, lanes=lanes).possible for lanes in (32, 64)), record

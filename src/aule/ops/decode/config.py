@@ -225,7 +225,58 @@ class LatentShape:
         return 2 * halves + 4 * scores + 8 * self.rows + 2 * 8 * self.keys
 
 
-AnyShape = DecodeShape | FragmentDecodeShape | LatentShape
+@dataclass(frozen=True)
+class LatentWarpgroupShape:
+    """Layout of a workgroup that decodes latents with products of warpgroups (`aule.ops.decode.warpgroup.latent`): 64
+    query rows, tiles of 64 keys, and four subgroups for each of three roles.
+
+    Attributes
+    ----------
+    stages : int
+        Tiles in shared memory: a power of two.
+    score_registers, value_registers, copy_registers : int
+        Registers of a thread that computes scores, that only adds values, and that copies.
+    """
+
+    engine: ClassVar = "warpgroup"
+    rows: ClassVar = 64
+    keys: ClassVar = 64
+    lanes: ClassVar = 32
+    role_threads: ClassVar = 128
+
+    stages: int = 2
+    score_registers: int = 240
+    value_registers: int = 208
+    copy_registers: int = 56
+
+    @property
+    def threads(self) -> int:
+        return 3 * self.role_threads
+
+    @property
+    def registers(self) -> int:
+        """Registers of each thread at first."""
+        return (self.score_registers + self.value_registers + self.copy_registers) // 3
+
+    @property
+    def step(self) -> int:
+        """Keys of a workgroup's step."""
+        return self.keys
+
+    @property
+    def subgroup_step(self) -> int:
+        """Consecutive keys of a step: all of them."""
+        return self.keys
+
+    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory of a workgroup: queries, tiles, P, a number for each row, and mbarriers."""
+        halves = (self.rows + self.stages * self.keys) * head_dim + self.rows * self.keys
+        return 2 * halves + 4 * self.rows + 8 * (4 * self.stages + 2)
+
+
+AnyLatentShape = LatentShape | LatentWarpgroupShape
+"""Shapes of the kernels of latents on matrix units."""
+AnyShape = DecodeShape | FragmentDecodeShape | AnyLatentShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,11 +399,22 @@ class FragmentDecodeConfig(CacheConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig(CacheConfig):
-    """Kernels of latents on matrix units, one for each type of shape: the values are the first columns of the keys,
-    which are read once. Here ``aligned`` concerns runs of eight for q, too."""
+    """The kernel of latents on matrix units: the values are the first columns of the keys, which are read once. Here
+    ``aligned`` concerns runs of eight for q, too."""
 
     shape: LatentShape
 
     @property
     def stored(self) -> str:
         return {"e4m3": "u8"}.get(self.cache, self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentWarpgroupConfig(CacheConfig):
+    """The kernel of latents over warpgroups; ``aligned`` as in `LatentConfig`."""
+
+    shape: LatentWarpgroupShape
+
+    @property
+    def stored(self) -> str:
+        return self.cache

@@ -16,6 +16,7 @@ from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.combine.partials import row_quads
 from aule.ops.combine.second_launch import CombineConfig, build_combine
 from aule.ops.decode.config import (
+    AnyLatentShape,
     AnyShape,
     CacheConfig,
     DecodeConfig,
@@ -24,6 +25,8 @@ from aule.ops.decode.config import (
     FragmentDecodeShape,
     LatentConfig,
     LatentShape,
+    LatentWarpgroupConfig,
+    LatentWarpgroupShape,
 )
 from aule.ops.decode.fragment.kernel import build_decode_fragment
 from aule.ops.decode.fragment.latent import build_latent
@@ -44,6 +47,7 @@ from aule.ops.decode.plan.shapes import (
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.simt.kernel import build_decode
 from aule.ops.decode.validate import DecodeOperands
+from aule.ops.decode.warpgroup.latent import build_latent_warpgroup
 from aule.ops.scores.config import Paging
 from aule.ops.shared.plan import Plan, Step, grid_of
 from aule.target import Target
@@ -59,6 +63,7 @@ _BUILDERS: dict[type[AnyShape], Callable[[Any, Target], KernelIR]] = {
     DecodeShape: build_decode,
     FragmentDecodeShape: build_decode_fragment,
     LatentShape: build_latent,
+    LatentWarpgroupShape: build_latent_warpgroup,
 }
 """Kernels by the type of their shape."""
 
@@ -95,7 +100,7 @@ def plan_decode(
         From `decode_views`, with device strides and offsets.
     aligned_base : dict, optional
         For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
-    shape : DecodeShape, FragmentDecodeShape or LatentShape, optional
+    shape : DecodeShape, FragmentDecodeShape or one of AnyLatentShape, optional
         Shape of a workgroup; by default the planner chooses.
     splits : int, optional
         Splits of each sequence's keys; by default the planner chooses.
@@ -107,7 +112,7 @@ def plan_decode(
     call = _Call(problem, Layout(views, aligned_base or {}), target)
     shape = shape or choose_latent(problem, call.layout, target)
     prefill = None
-    if not isinstance(shape, LatentShape):  # which serves many tokens as well
+    if not isinstance(shape, AnyLatentShape):  # which serves many tokens as well
         prefill = plan_prefill(problem, views, target, call.paging, aligned_base or {}, call.largest_index > 2**31 - 1)
     if prefill is not None and problem.total_q is None:
         return Plan((prefill,))
@@ -247,7 +252,8 @@ def _choose_splits(call: _Call, choice: _Choice) -> _Choice:
     # If several workgroups share a compute unit it is better to have all of them.
     even = isinstance(shape, DecodeShape) or resident < split_limits(target)["uneven_resident"]
     # Partial results of many blocks of rows would take too much memory.
-    many = isinstance(shape, LatentShape) and choice.row_blocks > tuning.number(target, "decode.latent.uneven_blocks")
+    most_blocks = tuning.number(target, "decode.latent.uneven_blocks")
+    many = isinstance(shape, AnyLatentShape) and choice.row_blocks > most_blocks
     uneven = problem.lens and not many
     splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, uneven, even)
     return replace(choice, splits=splits, least_keys=least)
@@ -256,6 +262,8 @@ def _choose_splits(call: _Call, choice: _Choice) -> _Choice:
 def _choose_combine(call: _Call, choice: _Choice) -> Combine:
     """Choose between the last workgroup and a second launch."""
     problem = call.problem
+    if isinstance(choice.shape, LatentWarpgroupShape):  # whose threads have few registers at the end
+        return "second_launch"
     block_rows = min(choice.shape.rows, problem.group * choice.tokens)
     buffers = len(call.layout.views) + int(problem.return_lse) + 3  # partial results, their log-sum-exps, tickets
     dims = problem.head_dim, problem.value_dim
@@ -274,7 +282,7 @@ def _resident(shape: AnyShape, target: Target, dims: tuple[int, int]) -> int:
     Without a limit on registers, a few subgroups on matrix units have more loads in flight than a compute unit's share
     of the memory's bandwidth needs.
     """
-    if isinstance(shape, LatentShape):
+    if isinstance(shape, AnyLatentShape):
         return model.resident(target, shape.threads, shape.registers, shape.shared_bytes(*dims))
     resident = model.resident(target, shape.threads, shape.registers)
     unlimited = isinstance(shape, FragmentDecodeShape) and not shape.registers
@@ -304,9 +312,12 @@ def _configure(call: _Call, choice: _Choice) -> CacheConfig:
             page_shared=problem.page > 0 and problem.page % SIZE == 0,
             aligned=(q_aligned, True, True, o_aligned),
         )
+    aligned = (*layout.aligned("qkv", RUN), o_aligned)
     if isinstance(shape, LatentShape):
-        aligned = (*layout.aligned("qkv", RUN), o_aligned)
         return LatentConfig(**options, shape=shape, aligned=aligned)
+    if isinstance(shape, LatentWarpgroupShape):
+        together = problem.page > 0 and problem.page % SIZE == 0
+        return LatentWarpgroupConfig(**options, shape=shape, page_shared=together, aligned=aligned)
     return DecodeConfig(
         **options,
         shape=shape,

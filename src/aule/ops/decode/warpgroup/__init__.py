@@ -1,0 +1,1 @@
+"""Decoding of latent attention by warpgroup products."""
