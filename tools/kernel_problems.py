@@ -243,6 +243,7 @@ def _decode() -> Iterator[Problem]:
         ("f16 b4 h8x2 n512 d64 t80", "page16 packed"),
         ("bf16 b2 h16x1 n4096 d576x512", "page64 latent"),
         ("f16 b8 h128x1 n1000 d576x512 t2", "page1 latent window softcap lse"),
+        ("bf16 b2 h16x1 n4096 d576x512", "page64 latent e4m3"),
     ):
         yield Problem("decode", "decode", sizes, options)
 

@@ -69,7 +69,8 @@ CASES = (
 def given_of(case: Case) -> dict[str, Any]:
     """A case whose values are the first columns of its keys."""
     given = decode_cases.make(case)
-    return given | {"v": given["k"][..., : case.dims[1]], "latent": True}
+    scales = {"v_scale": given["k_scale"]} if case.cache else {}
+    return given | scales | {"v": given["k"][..., : case.dims[1]], "latent": True}
 
 
 def run(
@@ -77,7 +78,8 @@ def run(
     splits: int | None = None, combine: Combine | None = None,
 ) -> None:  # fmt: skip
     """Interpret the plan, whose first kernel is that of latents, and compare; the values are never read."""
-    hidden = replace(operands, v=replace(operands.v, storage=np.full_like(operands.v.storage, np.nan)))
+    garbage = np.nan if operands.v.storage.dtype.kind not in "iu" else 1
+    hidden = replace(operands, v=replace(operands.v, storage=np.full_like(operands.v.storage, garbage)))
     if shape is None:
         config = plan_decode(problem, decode_views(operands, operands.q), target).steps[0].config
         assert isinstance(config, LatentConfig)
@@ -119,6 +121,24 @@ def test_shapes(shape: str) -> None:
 def test_splits(name: str, combine: Combine) -> None:
     case = replace(LATENT, rows=3, lens=(150, 17, 64, 0), options={"sinks": True, "window": 70})
     check(case, TARGETS[name], splits=3, combine=combine)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("cache", ["i8", "e4m3"])
+@pytest.mark.parametrize("name", ["h200-cuda", "apple-metal"])
+def test_quantised_caches(name: str, cache: str, dtype: str) -> None:
+    case = replace(LATENT, dtype=dtype, cache=cache, rows=2, options={"softcap": 4.0})
+    check(case, TARGETS[name])
+    check(replace(case, page=3, options={}), TARGETS[name], splits=2)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-30, -10), (-16, 8)])
+def test_scales_of_any_size(low: int, high: int) -> None:
+    """Weights in fp16 neither vanish nor overflow; K has scales of its own here."""
+    case = replace(LATENT, dtype="f16", cache="i8")
+    given = given_of(case)
+    factor = np.exp2(np.random.default_rng(5).uniform(low, high, given["v_scale"].shape)).astype(np.float32)
+    run(*decode_cases.problem_of(case, given | {"v_scale": given["v_scale"] * factor}), H200)
 
 
 def test_flat_grids_and_long_indices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,17 +185,13 @@ def test_functions_and_trees() -> None:
 
 
 def test_what_other_kernels_serve() -> None:
-    """fp32, quantised caches, rows that are not aligned, and values that are not latent."""
+    """fp32, rows that are not aligned, and values that are not latent."""
     others = {
         "fp32": replace(LATENT, dtype="f32"),
-        "quantised": replace(LATENT, cache="i8"),
         "odd": replace(LATENT, dims=(33, 7)),
     }
     for name, case in others.items():
-        given = given_of(case)
-        if case.cache:
-            given["v_scale"] = given["k_scale"]
-        problem, operands = decode_cases.problem_of(case, given)
+        problem, operands = decode_cases.problem_of(case, given_of(case))
         config = plan_decode(problem, decode_views(operands, operands.q), H200).steps[0].config
         assert not isinstance(config, LatentConfig), name
     problem, operands = decode_cases.problem_of(LATENT, decode_cases.make(LATENT))
@@ -190,7 +206,7 @@ def test_many_tokens_take_one_launch_without_splits() -> None:
     assert isinstance(plan.steps[0].config, LatentConfig)
 
 
-def plan_of(target: Target, batch: int, keys: int, heads: int, tokens: int = 1) -> Plan:
+def plan_of(target: Target, batch: int, keys: int, heads: int, tokens: int = 1, cache: str = "bf16") -> Plan:
     """The plan of a call as the benchmarks have it."""
 
     def view(dtype: str, *shape: int) -> TensorView:
@@ -198,11 +214,13 @@ def plan_of(target: Target, batch: int, keys: int, heads: int, tokens: int = 1) 
 
     pages = batch * keys // 64
     given = DecodeProblem(
-        batch, heads, 1, tokens, keys, 576, 512, "bf16", "bf16", 192**-0.5, page=64, pages=pages, latent=True
+        batch, heads, 1, tokens, keys, 576, 512, "bf16", cache, 192**-0.5, page=64, pages=pages, latent=True
     )
-    pool = view("bf16", pages, 1, 64, 576)
+    pool = view(cache, pages, 1, 64, 576)
     views = {"q": view("bf16", batch, heads, tokens, 576), "k": pool, "v": replace(pool, shape=(pages, 1, 64, 512))}
     views |= {"o": view("bf16", batch, heads, tokens, 512), "lens": view("i32", batch)}
+    if cache != "bf16":
+        views |= dict.fromkeys(("k_scale", "v_scale"), view("f32", pages, 1, 64, 1))
     return plan_decode(given, views | {"tables": view("i32", batch, keys // 64)}, target)
 
 
@@ -214,6 +232,7 @@ def test_nvidia_does_not_spill(arch: str, tmp_path: Path) -> None:
     shared = {"sm_80": 163, "sm_90": 227}.get(arch, 99)
     target, shapes = replace(base, max_shared_bytes=shared << 10), set()
     sizes = [(32, 4096, 16), (32, 4096, 32), (32, 4096, 128), (32, 4096, 16, 4), (256, 256, 128)]  # the last: no splits
+    sizes += [(32, 4096, 16, 1, "e4m3"), (32, 4096, 128, 1, "i8")]
     for name in sizes:
         plan = plan_of(target, *name)
         config, path = plan.steps[0].config, tmp_path / "kernel.ptx"

@@ -406,7 +406,7 @@ class LatentConfig(CacheConfig):
 
     @property
     def stored(self) -> str:
-        return self.cache
+        return {"e4m3": "u8"}.get(self.cache, self.cache)
 
 
 @dataclass(frozen=True, kw_only=True)

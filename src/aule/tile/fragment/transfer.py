@@ -53,8 +53,9 @@ class Transfer:
         self.col = run * RUN
         self.own = self.address(self.row, self.col)
         self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
-        # Two elements of 16 bits wait as one word: some compilers carry bf16 through a loop half by half.
-        self.waiting = Vector(u32, RUN // 2) if source.elem.bits == 16 else Vector(source.elem, RUN)
+        # Small elements wait as words: some compilers carry bf16 through a loop half by half.
+        bits = source.elem.bits
+        self.waiting = Vector(u32, RUN * bits // 32) if bits < 32 else Vector(source.elem, RUN)
         self._zero = b.splat(b.const(0, self.waiting.elem), self.waiting.lanes)
         self.registers: list[Var] = [] if self.direct else [self._register() for _ in range(self.count)]
 
@@ -176,7 +177,11 @@ class Transfer:
             f(row, col)
 
 
-class StripTransfer(Transfer):
+_USUAL_ACROSS = 8
+"""Threads along a row that read 128 bytes together."""
+
+
+class RowTransfer(Transfer):
     """A transfer whose threads have a few rows each, and of these every ``across``-th run: a thread looks up few rows,
     and its addresses have constant steps."""
 
@@ -198,8 +203,7 @@ class StripTransfer(Transfer):
         return min(fitting, default=0, key=lambda n: abs(n - _USUAL_ACROSS))
 
     def place(self, i: int | Value) -> tuple[Value, Value, Value]:
-        number = divmod_const(self.b, i, self._each_row) if isinstance(i, Value) else divmod(i, self._each_row)
-        row, run = number
+        row, run = divmod_const(self.b, i, self._each_row) if isinstance(i, Value) else divmod(i, self._each_row)
         return self.row + row * self._rows_at_once, self.col + run * self._along, self.engine.thread
 
     def start(self, first: Value, target: Value, full: bool = False) -> None:
@@ -222,13 +226,9 @@ class StripTransfer(Transfer):
             b.async_commit()
 
 
-_USUAL_ACROSS = 8
-"""Threads along a row that read 128 bytes together."""
-
-
-def strips(engine: Mover, source: Matrix, rows: int, memory: Value, copies: bool, width: int) -> Transfer:
-    """A `StripTransfer` if threads and runs can be dealt out evenly, otherwise a `Transfer`."""
-    across = StripTransfer.across(source.cols, rows, engine.shape.threads)
+def transfer_by_rows(engine: Mover, source: Matrix, rows: int, memory: Value, copies: bool, width: int) -> Transfer:
+    """A `RowTransfer` if threads and runs can be dealt out evenly, otherwise a `Transfer`."""
+    across = RowTransfer.across(source.cols, rows, engine.shape.threads)
     if not across:
         return Transfer(engine, source, rows, memory, copies, width)
-    return StripTransfer(engine, source, rows, memory, copies, width, across)
+    return RowTransfer(engine, source, rows, memory, copies, width, across)

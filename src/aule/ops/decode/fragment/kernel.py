@@ -49,6 +49,11 @@ _SMALLEST_EXPONENT = -64
 """Exponent of the smallest scale of a value that m takes into account, so that sums of weights stay finite."""
 
 
+def scale_exponent(b: Builder, scale: Value) -> Value:
+    """The exponent of a scale, which is near enough for m; 0 and subnormals count as the smallest."""
+    return b.cast(b.max(b.cast(b.bitcast(scale, u32) >> 23, i32) - 127, _SMALLEST_EXPONENT), f32)
+
+
 def build_decode_fragment(config: FragmentDecodeConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel of a configuration for a target with matrix units."""
     shape = config.shape
@@ -205,11 +210,7 @@ class _Decode:
     def _follow_maximum(self, S: Scores, scales: Scales, rows: list[_Row], O: list[Var]) -> None:
         """Let m follow the largest weight of a row, times its value's scale, if it lags too far behind."""
         b = self.b
-        # Exponents of the scales are near enough; 0 and subnormals count as the smallest.
-        exponents = [
-            [b.cast(b.max(b.cast(b.bitcast(v, u32) >> 23, i32) - 127, _SMALLEST_EXPONENT), f32) for _, v in block]
-            for block in scales
-        ]
+        exponents = [[scale_exponent(b, v) for _, v in block] for block in scales]
         highest = []  # of this lane's keys alone, until m has to follow
         for r in range(len(rows)):
             found = [

@@ -12,6 +12,9 @@ workgroup are query heads and tokens of one sequence (`WorkRange`). For each til
 Shared memory thus holds everything that subgroups exchange, in plain rows, and nothing depends on how the lanes of a
 device hold a matrix. The next tile is copied meanwhile. A page number, which the copy of a key waits for, is looked up
 two tiles ahead.
+
+Bytes of a quantised cache become numbers of Q's type, exactly, on their way to shared memory. A key's scale multiplies
+its scores and a value's its weights; m is the maximum of both, as in `fragment.kernel`.
 """
 
 from __future__ import annotations
@@ -20,20 +23,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import f32, i32, u32
+from aule.ir.types import Vector, f32, i32, u32
 from aule.ops.decode.config import LatentConfig, LatentShape
+from aule.ops.decode.fragment.kernel import ROOM, scale_exponent
 from aule.ops.decode.result import Result
 from aule.ops.decode.simt.kernel import KERNEL_NAME
 from aule.ops.decode.work_range import QueryRow, WorkRange
 from aule.ops.softmax.online_softmax import LAG, follow
 from aule.target import Target
-from aule.tile.common.math import fold, is_finite
+from aule.tile.common.math import LOWEST, fold, is_finite
 from aule.tile.common.matrix import QUAD, Matrix, divmod_const, padded
+from aule.tile.common.quantised import E4M3_HALF, floats
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile, fitted
 from aule.tile.fragment.nonfinite import check_finite, sorted_out
-from aule.tile.fragment.shape import FragmentShape, row_stride
-from aule.tile.fragment.transfer import Transfer, strips
+from aule.tile.fragment.shape import RUN, FragmentShape, row_stride
+from aule.tile.fragment.transfer import Mover, Transfer, transfer_by_rows
 
 _SCORES_AT_ONCE = 512
 """Scores of a subgroup that are computed together: enough products that do not wait for each other."""
@@ -57,6 +62,20 @@ class _QueryRows(Matrix):
 
     def row_start(self, b: Builder, row: Value) -> Value:
         return self.work.row_start("q", self, *self.work.own_query(row))
+
+
+class _Bytes:
+    """Threads that move the bytes of a quantised cache and convert them, e4m3 to the numbers times ``unit``."""
+
+    def __init__(self, engine: Fragments, cache: str, f16: bool) -> None:
+        self.b, self.elem, self.shape, self.thread = engine.b, engine.elem, engine.shape, engine.thread
+        self._cache, self._halves = cache, cache == "e4m3" and f16
+        self.unit = E4M3_HALF if self._halves else 1.0
+
+    def incoming(self, run: Value) -> Value:
+        b = self.b
+        words = b.unpack(b.bitcast(run, Vector(u32, RUN // 4)))
+        return b.cast(b.vector([x for word in words for x in floats(b, word, self._cache, self._halves)]), self.elem)
 
 
 class _Places:
@@ -114,6 +133,7 @@ class _Latent:
             shape.rows, shape.keys, shape.subgroups, shape.stages, True, shape.registers, columns=shape.subgroups
         )
         engine = self.engine = Fragments(b, target, fitted(tiles, target), config.dtype)
+        self.bytes = _Bytes(engine, config.cache, target.f16) if config.quantised else None
         self.width = shape.width(*dims)
         self.stride, self.weight_stride = row_stride(self.width), row_stride(shape.keys)
         self.memory = b.shared("tiles", engine.elem, shape.tile_elements(*dims))
@@ -140,7 +160,8 @@ class _Latent:
         """Pass over the workgroup's keys and store its rows."""
         b, work = self.b, self.work
         self.places = None if work.pages is None else _Places(work, self.shape, self.engine.thread)
-        self.keys = self._transfer(self._key_matrix(), self.shape.keys)
+        mover = self.engine if self.bytes is None else self.bytes
+        self.keys = self._transfer(mover, self._key_matrix(), self.shape.keys)
         row = work.query_row(self.row)
         O = self.engine.tile(self.shape.rows, self.columns)
         with b.if_(work.first < work.end):
@@ -158,8 +179,8 @@ class _Latent:
             b.launch_next()
         self._finish(row, O)
 
-    def _transfer(self, source: Matrix, rows: int) -> Transfer:
-        return strips(self.engine, source, rows, self.memory, self.engine.copies, self.width)
+    def _transfer(self, mover: Mover, source: Matrix, rows: int) -> Transfer:
+        return transfer_by_rows(mover, source, rows, self.memory, self.engine.copies, self.width)
 
     def _key_matrix(self) -> Matrix:
         keys = replace(self.work.k, rows=self.work.end)
@@ -182,16 +203,14 @@ class _Latent:
         """This subgroup's columns of its rows of Q as left factors; they pass through the memory of tiles."""
         b, work, engine = self.b, self.work, self.engine
         source = _QueryRows(**vars(replace(work.q, rows=work.rows - work.row0)), work=work)
-        transfer = self._transfer(source, self.shape.rows)
+        transfer = self._transfer(engine, source, self.shape.rows)
         zero = b.const(0, i32)
         transfer.clear_padding(zero, 1)
         transfer.start(zero, zero)
         transfer.finish(zero)
         b.barrier()
-        own, rows = (
-            self.first_row * self.stride + self.first_depth,
-            range(0, self.score_rows, engine.arrangement.height),
-        )
+        own = self.first_row * self.stride + self.first_depth
+        rows = range(0, self.score_rows, engine.arrangement.height)
         q = [
             [engine.load_left(self.memory, own, self.stride, row, col) for row in rows]
             for col in range(0, self.depth, SIZE)
@@ -210,15 +229,15 @@ class _Latent:
         waits = shape.stages == 1 and keys.direct  # no memory to copy to meanwhile
         if not waits:
             self._start_next(start, turn, following)
+        scales = self._scales(start)
         self._compute_scores(q, at)
         b.barrier()
-        rescaled = self._weigh(start, row, edge)
+        rescaled = self._weigh(start, row, edge, scales)
         with b.if_(b.workgroup_any(rescaled)):
             alphas = self._row_factors(0)
             O.map(lambda x, r, c: x * alphas[r])
         self._add_values(O, at, nonfinite)
-        if self.places is not None:
-            self._find_next(start, turn)
+        self._find_next(start, turn)
         if shape.stages == 1:
             b.barrier()
         if waits:
@@ -260,13 +279,24 @@ class _Latent:
                 for c in range(0, len(values), engine.run):
                     b.store(self.scores, line + (S.col(c) + first), b.vector(values[c : c + engine.run]))
 
-    def _weigh(self, start: Value, row: QueryRow, edge: Value) -> Value:
+    def _own_columns(self) -> tuple[list[Value], int]:
+        """Columns of a tile whose scores this lane has, by the first of each run, and the length of the runs."""
+        shape = self.shape
+        width = min(QUAD, shape.keys // shape.row_lanes)
+        return [self.lane * width + i for i in range(0, shape.keys, shape.row_lanes * width)], width
+
+    def _scales(self, start: Value) -> list[tuple[Value, Value]]:
+        """Scales of K and V of the keys whose scores this lane has; none unless quantised."""
+        if self.bytes is None:
+            return []
+        b, work, (columns, width), unit = self.b, self.work, self._own_columns(), 1.0 / self.bytes.unit
+        keys = [b.min(start + column + i, work.end - 1) for column in columns for i in range(width)]
+        return [(k * unit, v * unit) for k, v in work.scales(keys, work.page_numbers(keys))]
+
+    def _weigh(self, start: Value, row: QueryRow, edge: Value, scales: list[tuple[Value, Value]]) -> Value:
         """Make P of this lane's share of its row; returns whether the row of O is to be rescaled."""
-        b, engine, shape = self.b, self.engine, self.shape
+        b, engine, shape, (columns, width) = self.b, self.engine, self.shape, self._own_columns()
         b.comment("online softmax: P = exp2(S - m), l = l + sum P")
-        share = shape.keys // shape.row_lanes
-        width = min(QUAD, share)
-        columns = [self.lane * width + i for i in range(0, shape.keys, shape.row_lanes * width)]
         scale = self.work.p.number("scale", f32)
         S: list[Var] = []
         for column in columns:
@@ -275,7 +305,9 @@ class _Latent:
                 b.unpack(b.load(self.scores, own + i * shape.rows * shape.score_stride, width))
                 for i in range(shape.depth_parts)
             ]
-            S += [b.var(fold(b, "add", list(x)) * scale, "s") for x in zip(*parts, strict=True)]
+            for x in zip(*parts, strict=True):
+                factor = scale * scales[len(S)][0] if scales else scale
+                S.append(b.var(fold(b, "add", list(x)) * factor, "s"))
         numbers = [start + column + i for column in columns for i in range(width)]
         self._modify(S, numbers, row, everywhere=True)
         with b.if_(edge):
@@ -287,8 +319,16 @@ class _Latent:
         def rescale(alphas: list[Value]) -> None:
             alpha.value, rescaled.value = alphas[0], b.const(1, i32)
 
-        follow(self, [row.softmax], [fold(b, "max", scores)], LAG, rescale)
-        weights = engine.rounded(row.softmax.weigh(scores), "weights")
+        sizes = [s + scale_exponent(b, v) for s, (_, v) in zip(scores, scales, strict=True)] if scales else scores
+        highest = fold(b, "max", list(sizes))
+        follow(self, [row.softmax], [highest - ROOM if scales else highest], LAG, rescale)
+        weights = row.softmax.weigh(scores)
+        if scales:  # a dropped key's scale may be NaN
+            weights = [
+                b.select(s < LOWEST, b.const(0.0, f32), weight * v)
+                for weight, s, (_, v) in zip(weights, scores, scales, strict=True)
+            ]
+        weights = engine.rounded(weights, "weights")
         for i, column in enumerate(columns):
             at = self.row * self.weight_stride + column
             b.store(self.weights, at, b.vector(weights[i * width : (i + 1) * width]))

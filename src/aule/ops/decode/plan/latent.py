@@ -30,8 +30,8 @@ SHAPES: dict[str, type[AnyLatentShape]] = {"fragment": LatentShape, "warpgroup":
 
 def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> AnyLatentShape | None:
     """Choose the shape of a workgroup: the first record that fits. None if the values are not the first columns of the
-    keys, if these are quantised or not aligned, or if no record fits."""
-    if not problem.latent or problem.quantised or not multiplies(target, problem.dtype):
+    keys, if these are not aligned, or if no record fits."""
+    if not problem.latent or not multiplies(target, problem.dtype):
         return None
     if not all(layout.aligned("k", RUN)):
         return None
@@ -56,7 +56,7 @@ def choose_latent(problem: DecodeProblem, layout: Layout, target: Target) -> Any
         "page": problem.page,
         "rows": problem.group * max(problem.seq_q, 1),
         "functions": problem.score_mod is not None or problem.mask_mod is not None,
-        "async_copies": target.async_copies,
+        "async_copies": target.async_copies and not problem.quantised,  # which are converted on their way
     }
     record = tuning.find(target, OP, facts, fits)
     return None if record is None else shape_of(record)
@@ -71,5 +71,5 @@ def _suits_warpgroups(problem: DecodeProblem, layout: Layout, target: Target, ro
     left, right = problem.limits
     same_keys = right == UNBOUNDED or problem.seq_q == 1 or problem.group % rows == 0
     plain = folded(attention) and not problem.sinks and left == UNBOUNDED and problem.mask_mod is None
-    copied = target.async_copies and all(layout.aligned("q", RUN)) and problem.total_q is None
+    copied = target.async_copies and all(layout.aligned("q", RUN)) and problem.total_q is None and not problem.quantised
     return has_warpgroups(target, problem.dtype) and columns and same_keys and plain and copied
