@@ -50,8 +50,9 @@ def given(case: Case) -> dict[str, Any]:
 def run(arrays: dict[str, Any], case: Case, splits: int = 1, target: Target = INTERPRETED) -> tuple[Array, Array, Any]:
     """Result, log-sum-exp, and what is expected."""
     problem, operands = decode_cases.problem_of(case, arrays)
-    # V is never read: it is K's memory.
-    hidden = replace(operands, v=replace(operands.v, storage=np.full_like(operands.v.storage, np.nan)))
+    # V is never read: it is K's memory. All bits set are a NaN.
+    nan = np.full(operands.v.storage.shape, 0xFFFF, np.uint16).view(operands.v.storage.dtype)
+    hidden = replace(operands, v=replace(operands.v, storage=nan))
     with tuning.trying(RECORD):
         assert isinstance(choose_latent(problem, Layout(views_of(problem), {}), target), LatentWarpgroupShape)
         out, lse = interpreted.run(problem, hidden, target, splits)

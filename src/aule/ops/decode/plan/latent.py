@@ -71,5 +71,5 @@ def _suits_warpgroups(problem: DecodeProblem, layout: Layout, target: Target, ro
     left, right = problem.limits
     same_keys = right == UNBOUNDED or problem.seq_q == 1 or problem.group % rows == 0
     plain = folded(attention) and not problem.sinks and left == UNBOUNDED and problem.mask_mod is None
-    copied = target.async_copies and all(layout.aligned("q", RUN)) and problem.total_q is None
+    copied = target.async_copies and all(layout.aligned("q", RUN)) and problem.total_q is None and not problem.quantised
     return has_warpgroups(target, problem.dtype) and columns and same_keys and plain and copied
