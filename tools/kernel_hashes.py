@@ -394,6 +394,8 @@ def render(launch: Launch, target: Target) -> Artifact:
     if key not in _rendered:
         kernel = launch.build()
         verify(kernel)
+        if target.backend != "cpu" and kernel.shared_bytes > target.max_shared_bytes:
+            raise ValueError(f"{kernel.name} takes {kernel.shared_bytes} bytes of shared memory on {target.name}")
         _rendered[key] = registry.backend(target.backend).render(kernel, target)
     return _rendered[key]
 

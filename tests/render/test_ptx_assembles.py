@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ from kernel_problems import Problem, problems
 from kernel_targets import CUDA
 
 PTXAS = shutil.which("ptxas")
+
+
+@pytest.mark.parametrize("arch", CUDA)
+def test_gradients_fit_shared_memory(arch: str) -> None:
+    """With the row numbers, which are all that is left over at 64 columns on sm_75."""
+    for dim, keys in product((40, 64, 96, 128, 192, 256, 512), (2048, 60)):
+        problem = Problem("attention", "backward", f"f16 b1 h8x2 q2048 k{keys} d{dim}", "causal")
+        kernels = [launch.build() for launch in ADAPTERS["attention"](problem, CUDA[arch]).launches]
+        assert max(kernel.shared_bytes for kernel in kernels) <= CUDA[arch].max_shared_bytes, problem
 
 
 @pytest.mark.skipif(PTXAS is None, reason="ptxas (CUDA toolkit) is not installed")

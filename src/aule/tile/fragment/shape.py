@@ -201,7 +201,8 @@ class FragmentShape:
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Bytes of shared memory of a backward kernel."""
         halves = self.backward_elements(head_dim, value_dim, sums) + self.staged_elements
-        return 2 * halves + 4 * self.partial_scores
+        numbers = 0 if self.warpgroups else self.row_numbers
+        return 2 * halves + 4 * (self.partial_scores + numbers)
 
     @property
     def staged_elements(self) -> int:
