@@ -264,6 +264,21 @@ def test_gradients_of_wide_heads(number: int) -> None:
         assert not wrong, (shape, wrong)
 
 
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sums"])
+@pytest.mark.parametrize("dims", [(136, 160), (192, 128), (256, 256)], ids=str)
+def test_gradients_of_129_to_256_columns_where_memory_is_small(dims: tuple[int, int], deterministic: bool) -> None:
+    """With the tiles of wide heads: eight subgroups, of which some have only padding at 136 columns."""
+    rng = np.random.default_rng(6)
+    shapes = {"q": (1, 4, 37, dims[0]), "k": (1, 2, 51, dims[0]), "v": (1, 2, 51, dims[1])}
+    arrays = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    views = {name: grid.view_of(x) for name, x in arrays.items()}
+    options = {"causal": True, "window": (30, 0), "softcap": 20.0, "deterministic": deterministic}
+    problem, operands = attention_problem(**views, **options)
+    found, dout = backward(problem, operands, arrays, WIDE[-1], True, target())
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("shape", WIDE[::2], ids=lambda s: f"{s.depth_parts}-parts")
 def test_gradients_of_wide_heads_with_rope(shape: FragmentShape) -> None:
     case = rope_cases.Case("f16", (576, 512), 64, (19, 33))
