@@ -11,10 +11,10 @@ from torch import Tensor
 from aule.api.decode import decode_attention as decode_here
 from aule.api.names import unknown_option
 from aule.distributed import counting
+from aule.distributed.graphs import outside_graphs
 from aule.distributed.group import Ring, agree, device_of, guarded, ring_of
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.checks import require_plain
-from aule.frontends.torch.modes import outside_graphs
 from aule.frontends.torch.views import work_dtype
 from aule.ops.attention.validate import window_sides
 

@@ -15,6 +15,7 @@ from aule.api.row_ops import rope as rotate
 from aule.api.types import AttentionKeywords
 from aule.distributed import dtensor
 from aule.distributed.compute import Job
+from aule.distributed.graphs import outside_graphs
 from aule.distributed.group import Ring, agree, alone, device_of, mesh_rings, ring_of
 from aule.distributed.positions import Positions, check_balance, check_length, order
 from aule.distributed.ring import RingAttention, attend
@@ -25,7 +26,7 @@ from aule.dtypes import shown
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch.attention import Forward, gradient_device
 from aule.frontends.torch.checks import checked_out, keyed, no_gradient, require_plain
-from aule.frontends.torch.modes import autocast, grad_enabled, outside_graphs
+from aule.frontends.torch.modes import autocast, grad_enabled
 from aule.frontends.torch.seeds import seed_on
 from aule.frontends.torch.views import view_on_device, view_on_host
 from aule.ops.attention.precision import checked_precision

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aule.distributed import counting
+from aule.distributed.graphs import outside_graphs
 from aule.distributed.group import Ring, agree, device_of, guarded, mesh_rings
 from aule.distributed.positions import Numbers, check_balance, check_length, order, rows
 from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.frontends.torch.checks import require_plain
-from aule.frontends.torch.modes import outside_graphs
 from aule.ops.shared.checks import checked_integer
 
 __all__ = ["shard", "shard_positions", "unshard"]

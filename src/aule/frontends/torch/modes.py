@@ -140,21 +140,6 @@ def called_by(name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     return decorate
 
 
-def outside_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Mark a function that no graph of torch.compile may hold, because it exchanges messages with other processes."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if read_by_dynamo():
-            from aule.frontends.torch.compile import dynamo  # imports the compiler
-
-            found: _T = dynamo.call_outside(function, *args, **kwargs)
-            return found
-        return function(*args, **kwargs)
-
-    return call
-
-
 def as_operator(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Mark the function of an operator: its calls are counted as ``compiled``, unless an integration makes them."""
 
