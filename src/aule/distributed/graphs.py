@@ -8,7 +8,8 @@ from typing import ParamSpec, TypeVar
 
 from aule.frontends.torch.modes import read_by_dynamo
 
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def outside_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
