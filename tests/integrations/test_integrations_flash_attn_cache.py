@@ -224,7 +224,7 @@ def test_packed_queries_over_pages() -> None:
         ({"cache_seqlens": torch.zeros(2)}, aule.InvalidDtypeError, "cache_seqlens as an int32 tensor"),
         ({"cache_leftpad": LENS, "block_table": torch.zeros(3, 0, dtype=torch.int32)},
          aule.InvalidShapeError, "room for keys with cache_leftpad"),
-        ({"k": torch.zeros(3, 1, 2, 9)}, aule.InvalidShapeError, "heads of 8"),
+        ({"k": torch.zeros(3, 1, 2, 9)}, aule.InvalidShapeError, "dim 8"),
         ({"q": torch.zeros(3, 4, 8)}, aule.InvalidShapeError, "reshape"),
         ({"q": torch.zeros(3, 1, 4, 8, requires_grad=True)}, aule.AuleError, "no gradient"),
     ],

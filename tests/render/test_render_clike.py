@@ -203,23 +203,21 @@ typedef u16 u16x4 __attribute__((vector_size(8)));
 typedef u32 u32x4 __attribute__((vector_size(16)));
 
 namespace aule {
-AULE_DEVICE void barrier_global()
+#if __clang_major__ >= 20
+AULE_DEVICE void barrier()
+{
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
+}
+#else
+AULE_DEVICE void barrier()
 {
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
     __builtin_amdgcn_s_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
-// Of shared memory alone: loads from global memory stay in flight. Compilers before 20 cannot say that.
-AULE_DEVICE void barrier()
-{
-#if __clang_major__ >= 20
-    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
-    __builtin_amdgcn_s_barrier();
-    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
-#else
-    barrier_global();
 #endif
-}
 template <class T, class S> AULE_DEVICE T bits(S x) { return __builtin_bit_cast(T, x); }
 template <class T, class S> AULE_DEVICE T convert(S x) { return __builtin_convertvector(x, T); }
 AULE_DEVICE f32 exp2(f32 x) { return __builtin_amdgcn_exp2f(x); }

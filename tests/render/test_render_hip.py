@@ -269,7 +269,7 @@ def test_instructions_that_some_chips_have() -> None:
 def test_stores_are_complete_before_a_ticket_is_drawn(arch: str, options: tuple[str, ...]) -> None:
     """Every wave waits for its own stores in front of the barrier: the wave that draws waits for none but its own."""
     needs_compiler()
-    (artifact,) = compile_hip.kernels(Problem("decode", "decode", "bf16 b1 h32x8 n131072 d128"), arch)
+    (artifact,) = compile_hip.kernels(Problem("decode", "decode", "bf16 b1 h32x8 n8192 d128"), arch)
     lines = compile_hip.assembly(artifact, arch, options).splitlines()
     (ticket,) = [i for i, line in enumerate(lines) if "global_atomic_add" in line]
     barrier = max(i for i in range(ticket) if "s_barrier" in lines[i] and "wait" not in lines[i])

@@ -18,7 +18,6 @@ from aule.frontends.torch.attention import Saved
 from aule.frontends.torch.checks import dtype_name, no_gradient, no_second_derivative, require_tensor
 from aule.frontends.torch.compile.operators import backward_flops, flops
 from aule.frontends.torch.flex.autograd import compute, gradients
-from aule.frontends.torch.flex.calls import result_strides
 from aule.frontends.torch.flex.entry import flex_attention as eager
 from aule.frontends.torch.flex.entry import shared_keys
 from aule.frontends.torch.flex.masks import as_block_mask
@@ -27,7 +26,7 @@ from aule.frontends.torch.flex.record import Recording, replayed
 from aule.frontends.torch.flex.trace import traced
 from aule.frontends.torch.functions import Functions, loadable
 from aule.frontends.torch.modes import as_operator, autocast, refuse_tracing
-from aule.frontends.torch.views import fresh, work_dtype
+from aule.frontends.torch.views import work_dtype
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.scores.functions.trace import OP
 from aule.options import AttentionOptions
@@ -144,7 +143,8 @@ def _options(scale: float | None, backend: str | None) -> AttentionOptions:
 @as_operator
 def _flex(q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
     *functions, scale, backend = rest
-    return compute(q, k, v, _options(scale, backend), _functions(q, captured, *functions), True)
+    out, lse = compute(q, k, v, _options(scale, backend), _functions(q, captured, *functions), True)
+    return out.contiguous(), lse  # a compiler may give q other strides than the fake had
 
 
 def _flex_fake(q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
@@ -152,9 +152,7 @@ def _flex_fake(q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], *res
     if all(type(x) in (int, float) for x in (*integers, *floats)):  # others have no value before the graph runs
         _functions(q, captured, score_mod, mask_mod, integers, floats)  # raises an error for what cannot be traced
     operands = _checked(q, k, v, _options(scale, backend))
-    shape = operands.out_shape
-    out = fresh(shape, result_strides(q, shape), q.dtype, q.device)
-    return out, q.new_empty(operands.lse_shape, dtype=work_dtype(q))
+    return q.new_empty(operands.out_shape), q.new_empty(operands.lse_shape, dtype=work_dtype(q))
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Operands:

@@ -138,7 +138,7 @@ def _choose_tiles(
         alone = keys or _fragments(problem, target, "sums")
         if alone is not None and _one_block(problem, target, alone):
             return _Tiles(alone, None, scores=own)
-    keys = keys or _fragments(problem, target, "sums" if adds else "keys")
+    keys = keys or (_fragments(problem, target, "sums") if adds else None) or _fragments(problem, target, "keys")
     keys = keys or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
     row_tiles, tile_size = _sums_of_head(problem, keys)
     clear = padded(problem.batch * problem.heads_q * row_tiles * tile_size, QUAD)

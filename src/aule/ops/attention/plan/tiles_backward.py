@@ -31,7 +31,7 @@ def choose_backward_fragments(
         # A thread loads what belongs to one of the other rows.
         if not runs(shape, target) or shape.threads < shape.block_kv:
             return False
-        return shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes
+        return shape.backward_bytes(head_dim, value_dim, sums=of == "sums") <= target.max_shared_bytes
 
     return first_fitting(target, FRAGMENT, {"dtype": dtype, **dims_facts(head_dim, value_dim), "of": of}, fits)
 

@@ -253,7 +253,8 @@ def applied(method: Callable[..., Any], tracer: Tracer, args: Sequence[Any], kwa
 
 
 def _axes(x: Any) -> int:
-    return len(getattr(x, "shape", ()))
+    shape = getattr(x, "shape", ())
+    return len(shape) if isinstance(shape, tuple) else 0  # a class of arrays has a descriptor there
 
 
 def _cells(tracer: Tracer, x: Any) -> Any:
