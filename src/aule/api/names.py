@@ -65,7 +65,7 @@ _FLEX = {
     ),
     **dict.fromkeys(_SCORES, "compute it in score_mod(score, b, h, q_idx, kv_idx)"),
 }
-"""The same for functions that take masks and biases as functions."""
+"""Remedies for options of functions that take masks and biases as functions."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -144,7 +144,7 @@ def _decode(sizes: Sizes, target: Target) -> Plan:
 
 
 def _append(sizes: Sizes, target: Target) -> Plan:
-    """Of ``seq_len`` tokens, into pages of 16."""
+    """The launch that appends ``seq_len`` tokens to pages of 16."""
     rows = _view(sizes.dtype, 1, sizes.seq_len, sizes.heads, sizes.head_dim)
     pages = _view(sizes.dtype, -(-sizes.seq_len // 16), 16, sizes.heads, sizes.head_dim)
     views = {"k": rows, "v": rows, "k_cache": pages, "v_cache": pages, "places": _view("i32", 2, sizes.seq_len)}

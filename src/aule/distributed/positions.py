@@ -243,7 +243,7 @@ def _packed(at: Positions, q: Chunk, k: Chunk) -> Iterator[Block]:
 
 
 def _joined(at: Positions, blocks: list[Block]) -> list[Block]:
-    """The same with fewer calls, where rows need no positions: two chunks become one where all keys are kept."""
+    """Join chunks for fewer calls, where rows need no positions: two chunks become one where all keys are kept."""
     if len(blocks) == 3 and at.rows == at.keys and at.shift == 0 and at.left is None and at.right == 0:
         # A rank's own zigzag chunks: their local order is that of the sequence, so one causal call does.
         return [Block(slice(0, at.rows), slice(0, at.keys), range(0), range(0), Band(None, 0), 0)]

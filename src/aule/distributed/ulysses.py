@@ -75,7 +75,7 @@ class Heads:
         return found if self.inverse is None else found.index_select(ROWS, self.inverse.to(x.device))
 
     def keys(self, x: Tensor) -> Tensor:
-        """The same of keys or values."""
+        """All rows of this rank's heads of keys or values."""
         if self.ring.ranks > 1 and self.key_heads is not None:
             x = x.index_select(HEADS, self.key_heads.to(x.device))
         return self.rows(x)

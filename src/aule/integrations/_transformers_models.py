@@ -33,11 +33,11 @@ class _CheckedName(str):
 
 
 class _AdditiveName(_CheckedName):
-    """That of a model which does not support PyTorch's attention: its code may change masks, additive ones."""
+    """The name for a model which does not support PyTorch's attention: its code may change masks, additive ones."""
 
 
 class _EagerName(_AdditiveName):
-    """That of a model which knows eager attention only: a mask is never left out, and no mask means no causality."""
+    """The name for a model which knows eager attention only: a mask is never left out, and none means no causality."""
 
 
 class _Counts(threading.local):

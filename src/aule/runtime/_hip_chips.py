@@ -13,7 +13,7 @@ _MATRIX = ("gfx908", "gfx90a", "gfx942", "gfx950")
 _FLUSHES = "gfx90a:f16"
 """Its matrix units set subnormal numbers to zero (AMD, "MI200 MFMA behavior"): weights below 2^-14 would be lost."""
 _ADDS_FLOATS = ("gfx90a", "gfx942", "gfx950")
-"""Those of gfx9 with an atomic addition of fp32 that returns the old number."""
+"""Instruction sets of gfx9 with an atomic addition of fp32 that returns the old number."""
 _LARGE_FILE = ("gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201")
 """RDNA chips with 1536 instead of 1024 registers of a lane."""
 

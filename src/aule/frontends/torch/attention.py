@@ -312,7 +312,7 @@ def tensor_device(q: Tensor, spec: str | None, foreign: bool) -> Device | None:
 
 
 def gradient_device(q: Tensor, spec: str | None, training: bool, foreign: bool) -> Device | None:
-    """The same for tensors that may need gradients. NumPy has none: it is refused if ``training``."""
+    """Choose the device of tensors that may need gradients. NumPy has none: it is refused if ``training``."""
     device = tensor_device(q, spec, foreign)
     if device is None and training:
         raise no_gradient(

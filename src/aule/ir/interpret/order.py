@@ -80,7 +80,7 @@ class Phases:
     clock: Array | None = None
     """What the threads that have arrived in this phase had done and seen."""
     last: Array | None = None
-    """The same of the last phase that has ended."""
+    """What the threads had done and seen when the last phase ended."""
     waits: dict[int, int] = field(default_factory=dict)
     """The phase that each subgroup has waited for last."""
     missing_bytes: int = 0

@@ -137,8 +137,24 @@ class FragmentDecodeShape:
         return sums + queries + 2 * self.step * row_stride(SIZE)
 
 
+class _SharedTile:
+    """A workgroup whose subgroups all work on the same tile of ``keys``."""
+
+    keys: int
+
+    @property
+    def step(self) -> int:
+        """Keys of a workgroup's step."""
+        return self.keys
+
+    @property
+    def subgroup_step(self) -> int:
+        """Consecutive keys of a step: all of them."""
+        return self.keys
+
+
 @dataclass(frozen=True)
-class LatentShape:
+class LatentShape(_SharedTile):
     """Layout of a workgroup that decodes latents on matrix units (`aule.ops.decode.fragment.latent`).
 
     Attributes
@@ -172,16 +188,6 @@ class LatentShape:
     @property
     def threads(self) -> int:
         return self.subgroups * self.lanes
-
-    @property
-    def step(self) -> int:
-        """Keys of a workgroup's step."""
-        return self.keys
-
-    @property
-    def subgroup_step(self) -> int:
-        """Consecutive keys of a step: all of them."""
-        return self.keys
 
     @property
     def row_parts(self) -> int:
@@ -226,7 +232,7 @@ class LatentShape:
 
 
 @dataclass(frozen=True)
-class LatentWarpgroupShape:
+class LatentWarpgroupShape(_SharedTile):
     """Layout of a workgroup that decodes latents with products of warpgroups (`aule.ops.decode.warpgroup.latent`): 64
     query rows, tiles of 64 keys, and four subgroups for each of three roles.
 
@@ -240,7 +246,7 @@ class LatentWarpgroupShape:
 
     engine: ClassVar = "warpgroup"
     rows: ClassVar = 64
-    keys: ClassVar = 64
+    keys = 64
     lanes: ClassVar = 32
     role_threads: ClassVar = 128
 
@@ -257,16 +263,6 @@ class LatentWarpgroupShape:
     def registers(self) -> int:
         """Registers of each thread at first."""
         return (self.score_registers + self.value_registers + self.copy_registers) // 3
-
-    @property
-    def step(self) -> int:
-        """Keys of a workgroup's step."""
-        return self.keys
-
-    @property
-    def subgroup_step(self) -> int:
-        """Consecutive keys of a step: all of them."""
-        return self.keys
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory of a workgroup: queries, tiles, P, a number for each row, and mbarriers."""

@@ -140,7 +140,7 @@ class _Latent:
         self.scores = b.shared("scores", f32, shape.depth_parts * shape.rows * shape.score_stride)
         self.weights = b.shared("weights", engine.elem, shape.rows * self.weight_stride)
         self.factors = b.shared("factors", f32, 2 * shape.rows)
-        """Of each row: what O is multiplied by before a tile, and at the end."""
+        """Factors by which the rows of O are multiplied before a tile, and at the end."""
         # What this subgroup computes of the scores, and of O.
         rest, depth = divmod_const(b, engine.subgroup, shape.depth_parts)
         key_part, row_part = divmod_const(b, rest, shape.row_parts)
